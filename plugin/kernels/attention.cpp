@@ -1,0 +1,323 @@
+// The seam's functions: validate the problem, plan it, select a kernel from the table, run.
+#include "flashonnx/attention.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+
+#include "kernels/common/status.h"
+#include "kernels/cpu/concat.h"
+#include "kernels/table.h"
+#include "kernels/validate.h"
+#ifdef FLASHONNX_WITH_CUDA
+#include "kernels/common/cuda.h"
+#include "kernels/simt/concat.h"
+#endif
+
+namespace flashonnx {
+namespace {
+
+constexpr uint32_t kAllFloats =
+    1u << FLASHONNX_FLOAT32 | 1u << FLASHONNX_FLOAT16 | 1u << FLASHONNX_BFLOAT16;
+constexpr uint32_t kOperator = kMask | kKeyLengths | kCausal | kWindow | kSoftcap | kSinks | kLse |
+                               kEmptyRowMean | kFixedSplit | kOutputDtype;
+constexpr int32_t kAnyArch = 1 << 30;
+
+constexpr Kernel kTable[] = {
+#ifdef FLASHONNX_WITH_CUDA
+    {"simt", FLASHONNX_CUDA, 80, kAnyArch, kAllFloats, 512, kOperator, simt::workspace,
+     simt::workspace, simt::launch},
+#endif
+    {"cpu", FLASHONNX_CPU, 0, 0, kAllFloats, 512, kOperator, cpu::workspace, cpu::workspace,
+     cpu::launch},
+    {},
+};
+
+constexpr const char* kFeatureNames[] = {
+    "attn_mask",  "nonpad_kv_seqlen",  "is_causal",     "windows",      "softcap", "sinks",
+    "lse",        "empty_row mean",    "fixed_split",   "output dtype", "descale", "dropout",
+    "cu_seqlens", "a key/value cache", "a block table", "rotary"};
+
+bool present(const flashonnx_tensor& tensor) { return tensor.dtype != FLASHONNX_NONE; }
+
+uint32_t required_features(const Params& p) {
+  uint32_t features = 0;
+  const auto need = [&](bool condition, Feature feature) {
+    features |= condition ? uint32_t{feature} : 0;
+  };
+  need(present(p.mask), kMask);
+  need(present(p.key_lengths), kKeyLengths);
+  need(p.is_causal != 0, kCausal);
+  need(p.window_left >= 0 || p.window_right >= 0, kWindow);
+  need(p.softcap > 0, kSoftcap);
+  need(present(p.sinks), kSinks);
+  need(present(p.lse), kLse);
+  need(p.empty_row == FLASHONNX_EMPTY_ROW_MEAN, kEmptyRowMean);
+  need(p.fixed_split != 0, kFixedSplit);
+  need(p.o.dtype != p.q.dtype, kOutputDtype);
+  need(present(p.q_descale) || present(p.k_descale) || present(p.v_descale), kDescale);
+  need(p.dropout > 0, kDropout);
+  need(present(p.cu_seqlens_q) || present(p.cu_seqlens_k), kRagged);
+  need(present(p.cache_k), kCache);
+  need(present(p.block_table), kPages);
+  need(p.rotary_dim != 0, kRotary);
+  return features;
+}
+
+// True if the kernel fits, else its reason is appended. The device's kind has been compared
+// already.
+bool fits(const Kernel& kernel, const Params& p, char* reasons, size_t capacity) {
+  const size_t used = std::strlen(reasons);
+  const auto refuse = [&](const char* format, auto... arguments) {
+    const int more = std::snprintf(reasons + used, capacity - used, "%skernel %s ",
+                                   used ? "; " : "", kernel.name);
+    const size_t begin = std::min(used + more, capacity - 1);
+    std::snprintf(reasons + begin, capacity - begin, format, arguments...);
+    return false;
+  };
+  if (p.device.arch < kernel.min_arch || p.device.arch > kernel.max_arch) {
+    return refuse("is for compute capability %d.%d and later, the device has %d.%d",
+                  kernel.min_arch / 10, kernel.min_arch % 10, p.device.arch / 10,
+                  p.device.arch % 10);
+  }
+  if (!(kernel.dtypes & 1u << p.q.dtype)) return refuse("has no code for dtype %d", p.q.dtype);
+  const int64_t dim = std::max(p.head_dim, p.value_dim);
+  if (dim > kernel.max_head_dim) {
+    return refuse("does head dimensions up to %lld, got %lld",
+                  static_cast<long long>(kernel.max_head_dim), static_cast<long long>(dim));
+  }
+  const uint32_t missing = required_features(p) & ~kernel.features;
+  if (missing != 0) return refuse("does not support %s", kFeatureNames[std::countr_zero(missing)]);
+  return true;
+}
+
+flashonnx_status select(const Params& p, const Kernel** chosen) {
+  char reasons[448] = "";
+  for (const Kernel* kernel = kernels(); kernel->name != nullptr; ++kernel) {
+    if (kernel->device != p.device.kind) continue;
+    if (fits(*kernel, p, reasons, sizeof reasons)) {
+      *chosen = kernel;
+      return ok();
+    }
+  }
+  return make_status(
+      FLASHONNX_NOT_IMPLEMENTED, "FlashAttention: %s",
+      reasons[0] ? reasons : "this build of the library has no kernels for the device");
+}
+
+int64_t element_size(int32_t dtype) {
+  if (dtype == FLASHONNX_FLOAT32) return 4;
+  return dtype == FLASHONNX_FLOAT8_E4M3 ? 1 : 2;
+}
+
+int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+// A problem as kernels take it: past and new keys stand in one tensor, which is present_* or, if
+// that is not asked for, workspace.
+struct Plan {
+  const Kernel* kernel = nullptr;
+  Params problem;            // k and v without data where they lie in the workspace
+  bool concatenate = false;  // past and new rows have to be brought together
+  int64_t key_bytes = 0;     // workspace for concatenated keys and values, before the kernel's own
+  int64_t value_bytes = 0;
+};
+
+flashonnx_tensor dense(int32_t dtype, int64_t heads, int64_t length, int64_t dim) {
+  return {nullptr, {heads * length * dim, length * dim, dim, 1}, dtype, 0};
+}
+
+flashonnx_status make_plan(const Params* params, Plan* plan) {
+  if (params == nullptr)
+    return make_status(FLASHONNX_INVALID_ARGUMENT, "FlashAttention: params is null");
+  if (params->struct_size != static_cast<int64_t>(sizeof(Params))) {
+    return make_status(FLASHONNX_INVALID_ARGUMENT,
+                       "FlashAttention: struct_size is expected to be %zu (flashonnx %s), got "
+                       "%lld: call flashonnx_attention_init",
+                       sizeof(Params), flashonnx_version(),
+                       static_cast<long long>(params->struct_size));
+  }
+  FLASHONNX_RETURN_IF_ERROR(validate(*params));
+  plan->problem = *params;
+  Params& p = plan->problem;
+  const int64_t keys = p.past_length + p.kv_length;
+  if (p.scale == 0) p.scale = 1 / std::sqrt(static_cast<float>(p.head_dim));
+  if (p.mask_keys < 0) p.mask_keys = keys;
+  // No position differs by more than this from another, so a wider window bounds nothing.
+  const int64_t reach = p.q_length + keys + std::abs(p.causal_offset);
+  if (p.window_left > reach) p.window_left = -1;
+  if (p.window_right > reach) p.window_right = -1;
+
+  plan->concatenate = present(p.past_k) || present(p.present_k);
+  if (present(p.past_k)) {
+    const bool in_workspace = !present(p.present_k);
+    const int64_t size = element_size(p.q.dtype);
+    const int64_t rows = p.batch * p.kv_heads * keys;
+    if (in_workspace) {
+      plan->key_bytes = aligned(rows * p.head_dim * size);
+      plan->value_bytes = aligned(rows * p.value_dim * size);
+    }
+    p.k = in_workspace ? dense(p.q.dtype, p.kv_heads, keys, p.head_dim) : p.present_k;
+    p.v = in_workspace ? dense(p.q.dtype, p.kv_heads, keys, p.value_dim) : p.present_v;
+    p.kv_length = keys;
+    p.past_length = 0;
+    p.past_k = p.past_v = p.present_k = p.present_v = {};
+  }
+  return select(p, &plan->kernel);
+}
+
+flashonnx_status concatenate(const Params& params, const flashonnx_tensor& out,
+                             const flashonnx_tensor& past, const flashonnx_tensor& rows,
+                             int64_t dim, [[maybe_unused]] void* stream) {
+  const int64_t size = element_size(params.q.dtype);
+  const bool copy_past = params.past_length > 0 && out.data != past.data;
+  if (params.batch == 0 || params.past_length + params.kv_length == 0) return ok();
+  if (params.device.kind == FLASHONNX_CPU) {
+    cpu::concat(params, out, past, rows, dim, size, copy_past);
+    return ok();
+  }
+#ifdef FLASHONNX_WITH_CUDA
+  return concat_cuda(out, past, rows, params.batch, params.kv_heads, params.past_length,
+                     params.kv_length, dim, size, copy_past, static_cast<cudaStream_t>(stream));
+#else
+  return make_status(FLASHONNX_NOT_IMPLEMENTED,
+                     "FlashAttention: this build of the library has no CUDA kernels");
+#endif
+}
+
+flashonnx_status execute(const Params& params, Plan& plan, char* workspace, void* stream) {
+  Params& p = plan.problem;
+  if (plan.key_bytes + plan.value_bytes > 0) {
+    p.k.data = workspace;
+    p.v.data = workspace + plan.key_bytes;
+  }
+  if (plan.concatenate) {
+    const flashonnx_tensor& keys = present(params.present_k) ? params.present_k : p.k;
+    const flashonnx_tensor& values = present(params.present_v) ? params.present_v : p.v;
+    FLASHONNX_RETURN_IF_ERROR(
+        concatenate(params, keys, params.past_k, params.k, p.head_dim, stream));
+    FLASHONNX_RETURN_IF_ERROR(
+        concatenate(params, values, params.past_v, params.v, p.value_dim, stream));
+  }
+  if (p.batch == 0 || p.q_length == 0) return ok();
+  return plan.kernel->launch(p, workspace + plan.key_bytes + plan.value_bytes, stream);
+}
+
+void log_choice(const Plan& plan) {
+  static const bool enabled = std::getenv("FLASHONNX_LOG") != nullptr;
+  if (!enabled) return;
+  const Params& p = plan.problem;
+  std::fprintf(
+      stderr,
+      "flashonnx: %s for B%lld Hq%lld Hkv%lld Sq%lld Sk%lld D%lld Dv%lld dtype %d features %#x\n",
+      plan.kernel->name, static_cast<long long>(p.batch), static_cast<long long>(p.q_heads),
+      static_cast<long long>(p.kv_heads), static_cast<long long>(p.q_length),
+      static_cast<long long>(p.kv_length), static_cast<long long>(p.head_dim),
+      static_cast<long long>(p.value_dim), p.q.dtype, required_features(p));
+}
+
+}  // namespace
+
+const Kernel* kernels() { return kTable; }
+
+}  // namespace flashonnx
+
+using namespace flashonnx;
+
+const char* flashonnx_version() { return FLASHONNX_VERSION; }
+
+flashonnx_status flashonnx_device_query(int32_t kind, int32_t ordinal, flashonnx_device* device) {
+  if (device == nullptr)
+    return make_status(FLASHONNX_INVALID_ARGUMENT, "flashonnx_device_query: device is null");
+  *device = {};
+  device->kind = kind;
+  if (kind == FLASHONNX_CPU) {
+    device->sm_count = static_cast<int32_t>(std::thread::hardware_concurrency());
+    return ok();
+  }
+#ifdef FLASHONNX_WITH_CUDA
+  if (kind == FLASHONNX_CUDA) {
+    if (ordinal < 0) FLASHONNX_CUDA_CHECK(cudaGetDevice(&ordinal));
+    int major = 0, minor = 0, shared_memory = 0;
+    FLASHONNX_CUDA_CHECK(
+        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal));
+    FLASHONNX_CUDA_CHECK(
+        cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, ordinal));
+    FLASHONNX_CUDA_CHECK(
+        cudaDeviceGetAttribute(&device->sm_count, cudaDevAttrMultiProcessorCount, ordinal));
+    FLASHONNX_CUDA_CHECK(
+        cudaDeviceGetAttribute(&shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal));
+    device->ordinal = ordinal;
+    device->arch = 10 * major + minor;
+    device->shared_memory = shared_memory;
+    return ok();
+  }
+#else
+  if (kind == FLASHONNX_CUDA) {
+    return make_status(
+        FLASHONNX_NOT_IMPLEMENTED,
+        "flashonnx_device_query: device %d: this build of the library has no CUDA kernels",
+        ordinal);
+  }
+#endif
+  return make_status(FLASHONNX_INVALID_ARGUMENT,
+                     "flashonnx_device_query: kind is expected to be 0 (CPU) or 1 (CUDA), got %d",
+                     kind);
+}
+
+void flashonnx_attention_init(flashonnx_attention_params* params) {
+  *params = {};
+  params->struct_size = sizeof *params;
+  params->mask_keys = -1;
+  params->window_left = -1;
+  params->window_right = -1;
+}
+
+flashonnx_status flashonnx_attention_supported(const flashonnx_attention_params* params) {
+  Plan plan;
+  FLASHONNX_RETURN_IF_ERROR(make_plan(params, &plan));
+  return make_status(FLASHONNX_OK, "%s", plan.kernel->name);
+}
+
+flashonnx_status flashonnx_attention_workspace(const flashonnx_attention_params* params,
+                                               int64_t* bytes) {
+  Plan plan;
+  FLASHONNX_RETURN_IF_ERROR(make_plan(params, &plan));
+  *bytes = plan.key_bytes + plan.value_bytes +
+           (plan.kernel->workspace ? plan.kernel->workspace(plan.problem) : 0);
+  return ok();
+}
+
+flashonnx_status flashonnx_attention_workspace_bound(const flashonnx_attention_params* maxima,
+                                                     int64_t* bytes) {
+  Plan plan;
+  FLASHONNX_RETURN_IF_ERROR(make_plan(maxima, &plan));
+  // A smaller problem may select another kernel, so every kernel of the device counts.
+  int64_t most = 0;
+  for (const Kernel* kernel = kernels(); kernel->name != nullptr; ++kernel) {
+    if (kernel->device == maxima->device.kind && kernel->workspace_bound != nullptr) {
+      most = std::max(most, kernel->workspace_bound(plan.problem));
+    }
+  }
+  *bytes = plan.key_bytes + plan.value_bytes + most;
+  return ok();
+}
+
+flashonnx_status flashonnx_attention_run(const flashonnx_attention_params* params, void* workspace,
+                                         void* stream) {
+  Plan plan;
+  FLASHONNX_RETURN_IF_ERROR(make_plan(params, &plan));
+  FLASHONNX_RETURN_IF_ERROR(validate_data(*params));
+  log_choice(plan);
+#ifdef FLASHONNX_WITH_CUDA
+  if (params->device.kind == FLASHONNX_CUDA) {
+    DeviceGuard guard(params->device.ordinal);
+    FLASHONNX_RETURN_IF_ERROR(guard.status());
+    return execute(*params, plan, static_cast<char*>(workspace), stream);
+  }
+#endif
+  return execute(*params, plan, static_cast<char*>(workspace), stream);
+}

@@ -1,0 +1,65 @@
+// Every kernel of the library, one row each: read kernels() to know what is supported. select()
+// takes the first row that fits, so faster kernels stand before more general ones.
+#pragma once
+
+#include <cstdint>
+
+#include "flashonnx/attention.h"
+
+namespace flashonnx {
+
+using Params = flashonnx_attention_params;
+
+// What a problem may ask for beyond dense softmax(scale Q K^T) V. A kernel's row lists those it
+// does.
+enum Feature : uint32_t {
+  kMask = 1u << 0,
+  kKeyLengths = 1u << 1,
+  kCausal = 1u << 2,
+  kWindow = 1u << 3,
+  kSoftcap = 1u << 4,
+  kSinks = 1u << 5,
+  kLse = 1u << 6,
+  kEmptyRowMean = 1u << 7,
+  kFixedSplit = 1u << 8,
+  kOutputDtype = 1u << 9,  // O of another dtype than Q
+  kDescale = 1u << 10,
+  kDropout = 1u << 11,
+  kRagged = 1u << 12,
+  kCache = 1u << 13,
+  kPages = 1u << 14,
+  kRotary = 1u << 15,
+};
+
+struct Kernel {
+  const char* name;
+  int32_t device;    // FLASHONNX_CPU or FLASHONNX_CUDA
+  int32_t min_arch;  // compute capability * 10, inclusive; 0 for the CPU
+  int32_t max_arch;
+  uint32_t dtypes;       // bits 1 << FLASHONNX_FLOAT32 ...: of Q, K and V
+  int64_t max_head_dim;  // of D and Dv
+  uint32_t features;
+  // Bytes of workspace for this problem, and at most for any problem of sizes up to these; null:
+  // none.
+  int64_t (*workspace)(const Params&);
+  int64_t (*workspace_bound)(const Params&);
+  // Called with a validated problem without past and present: k and v hold all Sk = kv_length keys,
+  // B, Hq and Sq are > 0, scale is set, mask_keys is in [0, Sk], windows are -1 or clamped so that
+  // sums with positions cannot overflow. kv_length may be 0.
+  flashonnx_status (*launch)(const Params&, void* workspace, void* stream);
+};
+
+// The table, null-terminated by a row without a name.
+const Kernel* kernels();
+
+namespace cpu {
+flashonnx_status launch(const Params& params, void* workspace, void* stream);
+int64_t workspace(const Params& params);
+}  // namespace cpu
+
+namespace simt {
+flashonnx_status launch(const Params& params, void* workspace, void* stream);
+int64_t workspace(const Params& params);
+}  // namespace simt
+
+}  // namespace flashonnx
