@@ -8,7 +8,7 @@ causal offsets per batch with nonpad_kv_seqlen), plus sinks, lse, packed layouts
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,19 +69,86 @@ def attention(
         ValueError: the inputs contradict each other.
     """
     rank = q.ndim
-    q, k, v = _split(q, k, v, q_num_heads, kv_num_heads, qkv_layout)
+    problem = prepare(
+        q, k, v, attn_mask, past_key, past_value, nonpad_kv_seqlen,
+        is_causal=is_causal, q_num_heads=q_num_heads, kv_num_heads=kv_num_heads, left_window_size=left_window_size,
+        right_window_size=right_window_size, qkv_layout=qkv_layout,
+    )  # fmt: skip
+    q, k, v, seen, lengths = problem.q, problem.k, problem.v, problem.seen, problem.lengths
+    batch, q_heads, q_length, head_dim = q.shape
+    # Query heads grouped by the key head that they share: (B, Hkv, group, Sq, ...).
+    group = q_heads // k.shape[1]
+    shared = (batch, k.shape[1], group, q_length)
+    with np.errstate(invalid="ignore", over="ignore"):  # masked slots may hold anything
+        keys, values = (x.astype(np.float64)[:, :, None] for x in (k, v))
+        scores = q.astype(np.float64).reshape(*shared, head_dim) @ keys.swapaxes(-1, -2)
+        scores = scores.reshape(seen.shape) * (1 / math.sqrt(head_dim) if scale is None else scale)
+        if softcap > 0:
+            scores = softcap * np.tanh(scores / softcap)
+        scores = np.where(seen, scores + problem.bias, -np.inf)
+
+        sink = np.full((q_heads, 1, 1), -np.inf) if sinks is None else sinks.astype(np.float64)[:, None, None]
+        top = np.maximum(scores.max(axis=-1, keepdims=True, initial=-np.inf), sink)
+        top = np.where(np.isneginf(top), 0.0, top)
+        weights = np.exp(scores - top)
+        total = weights.sum(axis=-1, keepdims=True)
+        denominator = total + np.exp(sink - top)
+        weights = np.where(seen, weights / np.where(denominator == 0, 1.0, denominator), 0.0)
+        y = _weighted_sum(weights.reshape(*shared, k.shape[2]), seen.reshape(*shared, k.shape[2]), values)
+    y = y.reshape(batch, q_heads, q_length, v.shape[3])
+    with np.errstate(divide="ignore"):
+        lse = (top + np.log(total))[..., 0]
+
+    if empty_row == "mean" and sinks is None:
+        below = (np.arange(k.shape[2]) < lengths[:, None])[:, None, :, None]
+        mean = np.where(below, v.astype(np.float64), 0.0).sum(axis=2) / np.maximum(lengths, 1)[:, None, None]
+        empty = ~seen.any(axis=-1, keepdims=True)
+        y = np.where(empty, np.repeat(mean, group, axis=1)[:, :, None], y)
+    if rank != 4:
+        y = y.transpose((2, 0, 1, 3) if qkv_layout == "time_major" else (0, 2, 1, 3))
+        y = y.reshape(*y.shape[:2], q_heads * y.shape[3])
+    return y, k, v, lse
+
+
+class Problem(NamedTuple):
+    """Attention with layouts, past and masks resolved; `attention` explains the names."""
+
+    q: Array  # (B, Hq, Sq, D)
+    k: Array  # (B, Hkv, Sk, D), past first
+    v: Array  # (B, Hkv, Sk, Dv)
+    seen: Array  # (B, Hq, Sq, Sk), whether the query may see the key
+    bias: Array  # float64, broadcasts to the same, added to the scores
+    lengths: Array  # (B,), keys that are not padding
+
+
+def prepare(
+    q: Array,
+    k: Array | None,
+    v: Array | None,
+    attn_mask: Array | None,
+    past_key: Array | None,
+    past_value: Array | None,
+    nonpad_kv_seqlen: Array | None,
+    *,
+    is_causal: bool | int,
+    q_num_heads: int | None,
+    kv_num_heads: int | None,
+    left_window_size: int,
+    right_window_size: int,
+    qkv_layout: str,
+) -> Problem:
+    """Resolves layout, past and masks: everything of `attention` that is not arithmetic."""
+    q, k, v = split(q, k, v, q_num_heads, kv_num_heads, qkv_layout)
     if past_key is not None and past_value is not None:
         if nonpad_kv_seqlen is not None:
             raise ValueError("past_key and nonpad_kv_seqlen exclude each other")
         k, v = np.concatenate((past_key, k), axis=2), np.concatenate((past_value, v), axis=2)
-    (batch, q_heads, q_length, head_dim), (kv_heads, kv_length) = q.shape, k.shape[1:3]
-    group = q_heads // kv_heads
-    if group * kv_heads != q_heads:
+    (batch, q_heads, q_length), (kv_heads, kv_length) = q.shape[:3], k.shape[1:3]
+    if q_heads % kv_heads:
         raise ValueError(f"query heads must be a multiple of key heads, got {q_heads} and {kv_heads}")
 
-    past = 0 if past_key is None else past_key.shape[2]
     lengths = np.full(batch, kv_length)
-    offset = np.full(batch, past)
+    offset = np.full(batch, 0 if past_key is None else past_key.shape[2])
     if nonpad_kv_seqlen is not None:
         lengths = np.clip(nonpad_kv_seqlen.reshape(batch), 0, kv_length)
         offset = lengths - q_length
@@ -94,45 +161,14 @@ def attention(
         seen = seen & (key >= position - left_window_size)
     if right_window_size >= 0:
         seen = seen & (key <= position + right_window_size)
-
-    # Query heads grouped by the key head that they share: (B, Hkv, group, Sq, ...).
-    shared = (batch, kv_heads, group, q_length)
-    with np.errstate(invalid="ignore", over="ignore"):  # masked slots may hold anything
-        keys, values = (x.astype(np.float64)[:, :, None] for x in (k, v))
-        scores = q.astype(np.float64).reshape(*shared, head_dim) @ keys.swapaxes(-1, -2)
-        scores = scores.reshape(seen.shape) * (1 / math.sqrt(head_dim) if scale is None else scale)
-        if softcap > 0:
-            scores = softcap * np.tanh(scores / softcap)
-        if attn_mask is not None:
-            bias = _additive(attn_mask, kv_length)
-            seen = seen & ~np.isneginf(bias)
-            scores = scores + bias
-        scores = np.where(seen, scores, -np.inf)
-
-        sink = np.full((q_heads, 1, 1), -np.inf) if sinks is None else sinks.astype(np.float64)[:, None, None]
-        top = np.maximum(scores.max(axis=-1, keepdims=True, initial=-np.inf), sink)
-        top = np.where(np.isneginf(top), 0.0, top)
-        weights = np.exp(scores - top)
-        total = weights.sum(axis=-1, keepdims=True)
-        denominator = total + np.exp(sink - top)
-        weights = np.where(seen, weights / np.where(denominator == 0, 1.0, denominator), 0.0)
-        y = _weighted_sum(weights.reshape(*shared, kv_length), seen.reshape(*shared, kv_length), values)
-    y = y.reshape(batch, q_heads, q_length, -1)
-    with np.errstate(divide="ignore"):
-        lse = (top + np.log(total))[..., 0]
-
-    if empty_row == "mean" and sinks is None:
-        below = (key < lengths[:, None])[:, None, :, None]
-        mean = np.where(below, v.astype(np.float64), 0.0).sum(axis=2) / np.maximum(lengths, 1)[:, None, None]
-        empty = ~seen.any(axis=-1, keepdims=True)
-        y = np.where(empty, np.repeat(mean, group, axis=1)[:, :, None], y)
-    if rank != 4:
-        y = y.transpose((2, 0, 1, 3) if qkv_layout == "time_major" else (0, 2, 1, 3))
-        y = y.reshape(*y.shape[:2], q_heads * y.shape[-1])
-    return y, k, v, lse
+    bias = np.zeros(1)
+    if attn_mask is not None:
+        bias = _additive(attn_mask, kv_length)
+        seen = seen & ~np.isneginf(bias)
+    return Problem(q, k, v, seen, bias, lengths)
 
 
-def _split(
+def split(
     q: Array, k: Array | None, v: Array | None, q_heads: int | None, kv_heads: int | None, layout: str
 ) -> tuple[Array, Array, Array]:
     """Q, K and V as (B, heads, S, D) views of whatever layout they came in."""

@@ -1,0 +1,84 @@
+"""The one comparison of all tests: special values coincide, errors stay within twice those of plain attention in the same dtype."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from flashonnx.reference import Array, prepare
+
+# Units in the last place of the largest value, allowed where the plain computation happens to be exact.
+FLOOR_ULPS = 2
+EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+
+
+def assert_close(name: str, out: Array, ref: Array, naive: Array) -> None:
+    """Fails unless `out` is as good an answer as can be asked of its dtype.
+
+    NaN and infinities stand in the same places, vectors (along the last dimension) that are exactly zero are so in both, and
+    max|out - ref| <= 2 max|naive - ref| + floor. Errors of values beyond 1 count relatively, else a row of lse near -1e38 would hide
+    all others.
+
+    Args:
+        name: of the output, for the message.
+        out: what a kernel or runtime wrote.
+        ref: the float64 truth.
+        naive: plain attention in out's dtype, see `naive_attention`.
+    """
+    assert out.shape == ref.shape, f"{name}: shape {out.shape}, expected {ref.shape}"
+    got = out.astype(np.float64)
+    for kind, test in (("NaN", np.isnan), ("inf", np.isposinf), ("-inf", np.isneginf)):
+        wrong = test(got) != test(ref)
+        assert not wrong.any(), f"{name}: {kind} out of place, {wrong.sum()} times, {_first(wrong, got, ref)}"
+    if ref.ndim == 4:
+        wrong = (ref == 0).all(axis=-1) & (got != 0).any(axis=-1)
+        assert not wrong.any(), f"{name}: not exactly zero, {wrong.sum()} times, {_first(wrong, got, ref)}"
+    finite = np.isfinite(ref)
+    size = np.abs(np.where(finite, ref, 0))
+    unit = np.maximum(size, 1)
+    with np.errstate(invalid="ignore"):
+        error, plain = (np.where(finite & np.isfinite(x), np.abs(x - ref), 0) / unit for x in (got, naive.astype(np.float64)))
+    allowed = 2 * plain.max(initial=0) + FLOOR_ULPS * EPSILON[out.dtype.name] * min(1, size.max(initial=0))
+    assert error.max(initial=0) <= allowed, (
+        f"{name}: error {error.max():.3g} > {allowed:.3g} allowed (plain attention has {plain.max():.3g}), "
+        f"{(error > allowed).sum()} of {error.size} values, worst {_first(error == error.max(), got, ref)}"
+    )
+
+
+def _first(where: Array, got: Array, ref: Array) -> str:
+    index = tuple(int(i) for i in np.argwhere(where)[0])
+    return f"at {index}: got {got[index]}, expected {ref[index]}"
+
+
+def naive_attention(inputs: dict[str, Array], attributes: dict[str, Any]) -> tuple[Array, Array]:
+    """Attention as one writes it down, in the inputs' dtype: float32 sums, probabilities and result rounded to the dtype.
+
+    Args:
+        inputs: the operator's inputs by name.
+        attributes: its attributes by name.
+
+    Returns:
+        Y as (B, Hq, Sq, Dv) and lse (B, Hq, Sq), in float32.
+    """
+    masks = ("is_causal", "q_num_heads", "kv_num_heads", "left_window_size", "right_window_size", "qkv_layout")
+    names = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen")
+    problem = prepare(*(inputs.get(n) for n in names), **{m: attributes[m] for m in masks})
+    dtype = problem.q.dtype
+    q, k, v = (np.nan_to_num(x.astype(np.float32)) for x in (problem.q, problem.k, problem.v))
+    group = q.shape[1] // k.shape[1]
+    k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
+    scale = np.float32(attributes["scale"] or 1 / math.sqrt(q.shape[3]))
+    softcap = np.float32(attributes["softcap"])
+    with np.errstate(all="ignore"):
+        scores = (q @ k.swapaxes(-1, -2)) * scale
+        if softcap > 0:
+            scores = softcap * np.tanh(scores / softcap)
+        scores = np.where(problem.seen, scores + problem.bias.astype(np.float32), -np.inf).astype(np.float32)
+        top = scores.max(axis=-1, keepdims=True, initial=np.finfo(np.float32).min)
+        p = np.exp(scores - top)
+        total = p.sum(axis=-1, keepdims=True)
+        sinks = inputs.get("sinks")
+        denominator = total if sinks is None else total + np.exp(sinks.astype(np.float32)[:, None, None] - top)
+        p = np.nan_to_num(p / denominator).astype(dtype).astype(np.float32)
+        return (p @ v).astype(dtype).astype(np.float32), (top + np.log(total))[..., 0]
