@@ -1,0 +1,125 @@
+#include "trt/runtime.h"
+
+#include <dlfcn.h>
+
+#include <atomic>
+#include <mutex>
+
+#include "kernels/common/status.h"
+
+namespace flashonnx::trt {
+namespace {
+
+// Virtual function slots of the Itanium C++ ABI, counted over the class definitions of the
+// headers 10.14 and 11.1.
+struct Slots {
+  int find_logger;
+  int log;
+  int register_creator;
+  int get_creator;
+};
+
+constexpr Slots kSlots10 = {0, 0, 12, 14};
+constexpr Slots kSlots11 = {4, 4, 8, 10};  // also TensorRT-RTX 1.x
+
+template <typename Result, typename... Arguments>
+Result call(void* object, int slot, Arguments... arguments) {
+  using Function = Result (*)(void*, Arguments...);
+  return (*reinterpret_cast<Function**>(object))[slot](object, arguments...);
+}
+
+// A TensorRT library that is loaded in this process.
+class Runtime {
+ public:
+  static Runtime named(const char* library) {
+    return Runtime(dlopen(library, RTLD_LAZY | RTLD_NOLOAD));
+  }
+  // The library that `object`'s virtual functions belong to.
+  static Runtime of(void* object) {
+    Dl_info info;
+    if (dladdr(*static_cast<void**>(object), &info) == 0) return Runtime(nullptr);
+    return named(info.dli_fname);
+  }
+
+  explicit operator bool() const { return slots_ != nullptr; }
+  const Slots& slots() const { return *slots_; }
+  void* registry() const { return get("getPluginRegistry"); }
+  void* logger() const { return get("getLogger"); }
+
+ private:
+  explicit Runtime(void* handle) : handle_(handle) {
+    const auto major = handle == nullptr ? nullptr : symbol<int32_t>("getInferLibMajorVersion");
+    if (major == nullptr) return;
+    // Versions not known yet are treated as the newest known; 8 and 9 have no IPluginV3.
+    constexpr int32_t kOldest = 10, kNewest = 11, kRtx = 1;
+    const int32_t version = major();
+    if (version == kOldest) slots_ = &kSlots10;
+    if (version == kRtx || version >= kNewest) slots_ = &kSlots11;
+  }
+
+  template <typename Result>
+  Result (*symbol(const char* name) const)() {
+    return reinterpret_cast<Result (*)()>(dlsym(handle_, name));
+  }
+  void* get(const char* name) const {
+    const auto function = symbol<void*>(name);
+    return function == nullptr ? nullptr : function();
+  }
+
+  void* handle_;
+  const Slots* slots_ = nullptr;
+};
+
+constexpr const char* kLibraries[] = {"libnvinfer.so.11", "libnvinfer.so.10",
+                                      "libtensorrt_rtx.so.1", "libnvinfer_lean.so.11",
+                                      "libnvinfer_lean.so.10"};
+
+std::atomic<void*> logger_finder{nullptr};
+
+void log_to(const Runtime& runtime, void* logger, const char* message) {
+  if (logger != nullptr)
+    call<void>(logger, runtime.slots().log, nvinfer1::ILogger::Severity::kERROR, message);
+}
+
+}  // namespace
+
+void set_logger_finder(void* finder) { logger_finder = finder; }
+
+void log_error(const char* message) noexcept {
+  if (void* finder = logger_finder; finder != nullptr) {
+    if (const Runtime runtime = Runtime::of(finder)) {
+      return log_to(runtime, call<void*>(finder, runtime.slots().find_logger), message);
+    }
+  }
+  for (const char* library : kLibraries) {
+    if (const Runtime runtime = Runtime::named(library)) log_to(runtime, runtime.logger(), message);
+  }
+}
+
+flashonnx_status register_creator(nvinfer1::IPluginCreatorV3One& creator) {
+  static std::mutex mutex;  // two threads must not both find the creator missing
+  const std::lock_guard lock(mutex);
+  bool found = false;
+  for (const char* library : kLibraries) {
+    const Runtime runtime = Runtime::named(library);
+    void* registry = runtime ? runtime.registry() : nullptr;
+    if (registry == nullptr) continue;
+    found = true;
+    const char* space = creator.getPluginNamespace();
+    if (call<void*>(registry, runtime.slots().get_creator, creator.getPluginName(),
+                    creator.getPluginVersion(), space) != nullptr) {
+      continue;
+    }
+    if (!call<bool>(registry, runtime.slots().register_creator,
+                    static_cast<nvinfer1::IPluginCreatorInterface*>(&creator), space)) {
+      return make_status(FLASHONNX_RUNTIME_ERROR,
+                         "FlashAttention: %s refused to register the plugin", library);
+    }
+  }
+  if (found) return ok();
+  return make_status(FLASHONNX_RUNTIME_ERROR,
+                     "FlashAttention: no TensorRT is loaded in this process; load libnvinfer or "
+                     "libtensorrt_rtx first");
+}
+
+}  // namespace flashonnx::trt
