@@ -1,0 +1,2 @@
+#define FLASHONNX_CPU_ISA avx2
+#include "kernel.h"

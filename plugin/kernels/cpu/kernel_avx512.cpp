@@ -1,0 +1,2 @@
+#define FLASHONNX_CPU_ISA avx512
+#include "kernel.h"

@@ -1,0 +1,2 @@
+#define FLASHONNX_CPU_ISA generic
+#include "kernel.h"
