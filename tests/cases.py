@@ -104,12 +104,28 @@ class Case:
         outputs = attention(*(inputs.get(name) for name in INPUTS), **self.attributes)  # type: ignore[arg-type]
         return dict(zip(("Y", "present_key", "present_value", "lse"), outputs, strict=True))
 
-    def heads_view(self, y: Array) -> Array:
-        """Y as (B, Hq, Sq, Dv), a view."""
+    def heads_view(self, y: Any) -> Any:
+        """Y, a NumPy array or torch tensor, as a (B, Hq, Sq, Dv) view."""
         if self.layout == "bhsd":
             return y
-        y = y.reshape(*y.shape[:2], self.heads[0], y.shape[2] // self.heads[0])
-        return y.transpose((1, 2, 0, 3) if self.layout == "time_major" else (0, 2, 1, 3))
+        if self.layout == "time_major":
+            y = y.swapaxes(0, 1)
+        return y.reshape(*y.shape[:2], self.heads[0], y.shape[2] // self.heads[0]).swapaxes(1, 2)
+
+    def output_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all four outputs, by name."""
+        value_dim = self.head_dim if self.value_dim is None else self.value_dim
+        batch, (heads, kv_heads), length = self.batch, self.heads, self.q_length
+        y = (batch, heads, length, value_dim) if self.layout == "bhsd" else (batch, length, heads * value_dim)
+        if self.layout == "time_major":
+            y = (length, batch, heads * value_dim)
+        present = (batch, kv_heads, self.keys)
+        return {
+            "Y": y,
+            "present_key": (*present, self.head_dim),
+            "present_value": (*present, value_dim),
+            "lse": (batch, heads, length),
+        }
 
     def _mask(self, random: np.random.Generator) -> Array:
         keys = self.keys if self.mask_keys is None else self.mask_keys

@@ -43,7 +43,7 @@ class Status(ctypes.Structure):
         """
         text = self.message.decode()
         if self.code:
-            raise {1: ValueError, 2: NotImplementedError}.get(self.code, RuntimeError)(f"FlashAttention: {text}")
+            raise {1: ValueError, 2: NotImplementedError}.get(self.code, RuntimeError)(text)
         return text
 
 

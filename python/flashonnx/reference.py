@@ -56,7 +56,8 @@ def attention(
         softcap: if positive, scores become softcap * tanh(scores / softcap) before the mask.
         left_window_size: query i sees key j only if j >= i + offset - left_window_size; -1: no bound.
         right_window_size: query i sees key j only if j <= i + offset + right_window_size; -1: no bound.
-        empty_row: a query that sees no key yields "zero", or the "mean" of V over the keys below nonpad_kv_seqlen.
+        empty_row: a query that sees no key yields "zero", or the "mean" of V over the keys below nonpad_kv_seqlen
+            (not together with sinks: there the sink has all the weight).
         qkv_layout: "separate", or how q alone packs all three: "3hd" (B, S, 3, H, D), "h3d" (B, S, H, 3, D), "gqa"
             (B, S, (Hq + 2 Hkv) D), "time_major" (S, B, 3 H D); each also flattened to rank 3.
 
@@ -68,6 +69,8 @@ def attention(
     Raises:
         ValueError: the inputs contradict each other.
     """
+    if empty_row not in ("zero", "mean") or (empty_row == "mean" and sinks is not None):
+        raise ValueError(f'empty_row must be "zero", or "mean" without sinks, got {empty_row!r}')
     rank = q.ndim
     problem = prepare(
         q, k, v, attn_mask, past_key, past_value, nonpad_kv_seqlen,
@@ -99,7 +102,7 @@ def attention(
     with np.errstate(divide="ignore"):
         lse = (top + np.log(total))[..., 0]
 
-    if empty_row == "mean" and sinks is None:
+    if empty_row == "mean":
         below = (np.arange(k.shape[2]) < lengths[:, None])[:, None, :, None]
         mean = np.where(below, v.astype(np.float64), 0.0).sum(axis=2) / np.maximum(lengths, 1)[:, None, None]
         empty = ~seen.any(axis=-1, keepdims=True)

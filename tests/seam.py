@@ -1,0 +1,142 @@
+"""Running a case through the C seam, on memory that tells when it is written or read where it should not be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from cases import Case, numpy_dtype
+from compare import assert_close, naive_attention
+from flashonnx._capi import CPU, CUDA, Device, Library, Params, attention_params
+from flashonnx.reference import Array, split
+
+GUARD = 4096  # bytes on either side of every array, all ones: NaN in every float dtype
+ALIGNMENT = 256
+
+
+class Buffer:
+    """An array on a device, between guards; without `array` it is all NaN itself."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any, device: str, *, array: Array | None = None, shift: int = 0) -> None:
+        self.shape, self.dtype = shape, np.dtype(dtype)
+        self.size = math.prod(shape) * self.dtype.itemsize
+        total = self.size + 2 * GUARD + ALIGNMENT
+        if device == "cpu":
+            self.bytes: Any = np.full(total, 255, np.uint8)
+            address = self.bytes.ctypes.data
+        else:
+            import torch
+
+            self.bytes = torch.full((total,), 255, dtype=torch.uint8, device=device)
+            address = self.bytes.data_ptr()
+        # Aligned, or off by `shift` elements.
+        self.begin = GUARD + -address % ALIGNMENT + shift * self.dtype.itemsize
+        inside = self.bytes[self.begin : self.begin + self.size]
+        if array is not None:
+            raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            inside[...] = raw if device == "cpu" else self.bytes.new_tensor(raw)
+        kind = self.dtype if device == "cpu" else getattr(__import__("torch"), self.dtype.name)
+        self.view = inside.view(kind).reshape(shape)
+
+    def numpy(self) -> Array:
+        """The content, after a look at the guards."""
+        raw = self.bytes if isinstance(self.bytes, np.ndarray) else self.bytes.cpu().numpy()
+        end = self.begin + self.size
+        assert (raw[: self.begin] == 255).all(), "memory before the array was written"
+        assert (raw[end:] == 255).all(), "memory after the array was written"
+        return raw[self.begin : end].view(self.dtype).reshape(self.shape)
+
+
+class Problem:
+    """A case on a device: its arrays, the parameters that describe them, and its run."""
+
+    def __init__(
+        self,
+        library: Library,
+        case: Case,
+        device: str = "cpu",
+        *,
+        inputs: dict[str, Array] | None = None,
+        shift: int = 0,
+        parallel_for: Callable[..., None] | None = None,
+    ) -> None:
+        self.library, self.case, self.device = library, case, device
+        self.given = case.inputs() if inputs is None else inputs
+        self.inputs = {n: Buffer(x.shape, x.dtype, device, array=x, shift=shift) for n, x in self.given.items()}
+        dtype = numpy_dtype(case.dtype)
+        shapes = case.output_shapes()
+        self.outputs = {"Y": Buffer(shapes["Y"], dtype, device, shift=shift)}
+        for name in ("present_key", "present_value") if case.present else ():
+            self.outputs[name] = Buffer(shapes[name], dtype, device, shift=shift)
+        if case.lse:
+            self.outputs["lse"] = Buffer(shapes["lse"], np.float32, device, shift=shift)
+        view = {name: buffer.view for name, buffer in (self.inputs | self.outputs).items()}
+        layout = case.attributes["qkv_layout"]
+        q, k, v = split(view["Q"], view.get("K"), view.get("V"), *case.heads, layout)
+        self.params: Params = attention_params(
+            library,
+            query_device(library, device),
+            q,
+            k,
+            v,
+            case.heads_view(view["Y"]),
+            lse=view.get("lse"),
+            mask=view.get("attn_mask"),
+            past_k=view.get("past_key"),
+            past_v=view.get("past_value"),
+            present_k=view.get("present_key"),
+            present_v=view.get("present_value"),
+            key_lengths=view.get("nonpad_kv_seqlen"),
+            sinks=view.get("sinks"),
+            is_causal=bool(case.is_causal),
+            scale=case.scale,
+            softcap=case.softcap,
+            window_left=case.left,
+            window_right=case.right,
+            empty_row=case.empty_row,
+            parallel_for=parallel_for,
+        )
+
+    def run(self) -> dict[str, Array]:
+        """Runs on the current stream and returns the outputs."""
+        assert self.library.supported(self.params)
+        workspace = Buffer((self.library.workspace(self.params),), np.int8, self.device)
+        stream = 0
+        if self.device != "cpu":
+            import torch
+
+            stream = torch.cuda.current_stream().cuda_stream
+        self.library.run(self.params, _address(workspace.view), stream)
+        workspace.numpy()
+        return {name: buffer.numpy() for name, buffer in self.outputs.items()}
+
+    def check(self) -> None:
+        """Runs and compares every output with the reference."""
+        check_outputs(self.case, self.given, self.run())
+
+
+def check_outputs(case: Case, inputs: dict[str, Array], outputs: dict[str, Array]) -> None:
+    """Compares outputs, by name, with the reference; present_* must be copies."""
+    expected = case.reference(inputs)
+    y, lse = naive_attention(inputs, case.attributes)
+    shapes = case.output_shapes()
+    for name, out in outputs.items():
+        assert out.shape == shapes[name], f"{name}: shape {out.shape}, expected {shapes[name]}"
+        if name == "Y":
+            assert_close(name, case.heads_view(out), case.heads_view(expected[name]), y)
+        elif name == "lse":
+            assert_close(name, out, expected[name], lse)
+        else:
+            assert out.dtype == expected[name].dtype
+            assert out.tobytes() == np.ascontiguousarray(expected[name]).tobytes(), f"{name} is not past and new keys"
+
+
+def query_device(library: Library, device: str) -> Device:
+    """The seam's description of "cpu" or "cuda"."""
+    return library.device(CPU if device == "cpu" else CUDA)
+
+
+def _address(view: Any) -> int:
+    return view.data_ptr() if hasattr(view, "data_ptr") else view.ctypes.data
