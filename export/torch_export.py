@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -69,15 +70,15 @@ def export_onnx(
 
     from flashonnx.export import fuse, save, schema
 
-    schema.register()
+    schema.register_schema()
     table = {torch.ops.aten.scaled_dot_product_attention.default: translate_sdpa, **(kw.pop("custom_translation_table", None) or {})}
     kw.setdefault("verbose", False)
     program = torch.onnx.export(
         model, args, dynamo=True, dynamic_shapes=dynamic_shapes, opset_version=opset, custom_translation_table=table, **kw
     )
     for node in program.model.graph.all_nodes():
-        if (node.domain, node.op_type) == ("flashonnx", "FlashAttention"):
-            _keep_first_output(node)
+        if (node.domain, node.op_type) == (schema.DOMAIN, schema.OP_TYPE):
+            _tidy(node, schema.ATTRIBUTES)
     fused, report = fuse(program.model, portable=portable)
     save(fused, path, external_data=external_data)
     return report
@@ -167,10 +168,13 @@ def _flashonnx_opset() -> Any:
     return onnxscript.values.Opset("flashonnx", 1)
 
 
-def _keep_first_output(node: ir.Node) -> None:
-    """Torch's exporter gives a node every output of its schema; those that nobody reads would make runtimes compute them."""
+def _tidy(node: ir.Node, defaults: Mapping[str, Any]) -> None:
+    """Drops what torch's exporter adds from the schema: outputs that nobody reads, attributes at their defaults."""
     if not any(output.uses() or output.is_graph_output() for output in node.outputs[1:]):
         node.resize_outputs(1)
+    for name, default in defaults.items():
+        if name in node.attributes and node.attributes[name].value == default:
+            del node.attributes[name]
 
 
 def _torch() -> Any:

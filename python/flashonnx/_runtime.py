@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import tempfile
@@ -103,40 +102,20 @@ def default_providers() -> list[str]:
     """CUDA if this ONNX Runtime has it and the library sees a device, then the CPU."""
     ort = _onnxruntime()
     providers = ["CPUExecutionProvider"]
-    if "CUDAExecutionProvider" in ort.get_available_providers() and device_message(cuda=True) is None:
+    if "CUDAExecutionProvider" in ort.get_available_providers() and cuda_unavailable() is None:
         providers.insert(0, "CUDAExecutionProvider")
     return providers
 
 
-class _Status(ctypes.Structure):
-    _fields_ = [("code", ctypes.c_int32), ("message", ctypes.c_char * 508)]
+def cuda_unavailable() -> str | None:
+    """Why the library's CUDA kernels cannot be used here; None if they can."""
+    from flashonnx._capi import CUDA, Library
 
-
-class Device(ctypes.Structure):
-    """flashonnx_device of plugin/include/flashonnx/attention.h."""
-
-    _fields_ = [
-        ("kind", ctypes.c_int32),
-        ("ordinal", ctypes.c_int32),
-        ("arch", ctypes.c_int32),
-        ("sm_count", ctypes.c_int32),
-        ("shared_memory", ctypes.c_int64),
-    ]
-
-
-def query_device(cuda: bool, ordinal: int = 0) -> tuple[Device, str | None]:
-    """The library's view of a device, and why it cannot be used (None: it can)."""
-    library = ctypes.CDLL(library_path())
-    library.flashonnx_device_query.restype = _Status
-    library.flashonnx_device_query.argtypes = [ctypes.c_int32, ctypes.c_int32, ctypes.POINTER(Device)]
-    device = Device()
-    status = library.flashonnx_device_query(int(cuda), ordinal, ctypes.byref(device))
-    return device, None if status.code == 0 else status.message.decode(errors="replace")
-
-
-def device_message(cuda: bool, ordinal: int = 0) -> str | None:
-    """Why the library cannot use a device; None if it can."""
-    return query_device(cuda, ordinal)[1]
+    try:
+        Library(library_path()).device(CUDA, 0)
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        return str(error)
+    return None
 
 
 def _onnxruntime() -> ModuleType:

@@ -1,0 +1,166 @@
+"""Inputs for trying an ONNX model out: seeded, of several shapes, sensible for the names that exporters give."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import onnx
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Feeds = dict[str, Array]
+
+# What symbolic dimensions become: (batch, first other dimension, step to the next other one). Together they cross tile sizes,
+# are odd, differ from each other, and have a batch of one; steps of 0 come first because some models need equal lengths.
+_SHAPES = ((2, 16, 0), (1, 33, 0), (3, 130, 0), (2, 19, 5))
+_SEED = 20
+_DEFAULT_IDS = 10
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """A graph input; `ids` bounds its integers if they index a table of that size."""
+
+    name: str
+    dtype: Any
+    shape: tuple[int | str | None, ...]
+    ids: int | None = None
+
+
+def input_specs(model: onnx.ModelProto) -> list[InputSpec]:
+    """The inputs of a model that are not initializers."""
+    import onnx
+
+    graph = model.graph
+    initializers = {tensor.name: tensor for tensor in graph.initializer}
+    specs = []
+    for value in graph.input:
+        if value.name in initializers:
+            continue
+        kind = value.type.tensor_type
+        if not value.type.HasField("tensor_type"):
+            raise ValueError(f"verify: input '{value.name}' is not a tensor: pass inputs")
+        shape = tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in kind.shape.dim)
+        dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type))
+        specs.append(InputSpec(value.name, dtype, shape, _table_size(value.name, graph, initializers)))
+    return specs
+
+
+def _table_size(name: str, graph: onnx.GraphProto, initializers: Mapping[str, onnx.TensorProto]) -> int | None:
+    """The size of the smallest initializer that Gather looks up with this input, through casts and reshapes."""
+    names, sizes = {name}, []
+    for node in graph.node:  # in topological order
+        if node.op_type == "Gather" and node.input[1] in names and node.input[0] in initializers:
+            axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
+            sizes.append(initializers[node.input[0]].dims[axis])
+        elif node.op_type in ("Cast", "Identity", "Reshape", "Unsqueeze", "Squeeze", "Flatten") and node.input[0] in names:
+            names.update(node.output)
+    return min(sizes, default=None)
+
+
+def generate(specs: Sequence[InputSpec], dims: Mapping[str, int | Sequence[int]] | None) -> Iterator[tuple[dict[str, int], Feeds]]:
+    """Feeds of several shapes, each with the dimensions that it stands for.
+
+    Args:
+        specs: the model's inputs.
+        dims: values for symbolic dimensions by name: one, or one for each case.
+
+    Yields:
+        The same feeds for the same arguments. Boolean and 0/1 masks leave every query a key; entries of a batch are padded
+        to uneven lengths, on the right, and in the last case on the left.
+    """
+    symbols = list(dict.fromkeys(d for spec in specs for d in spec.shape if isinstance(d, str) and d.isidentifier()))
+    known = dict(dims or {})
+    unknown = sorted(set(known) - set(symbols))
+    if unknown:
+        raise ValueError(f"verify: no input has a dimension '{unknown[0]}'; there are {', '.join(symbols) or 'no symbolic ones'}")
+    counts = {len(v) for v in known.values() if not isinstance(v, int)}
+    if len(counts) > 1:
+        raise ValueError(f"verify: dims is expected to list equally many values for each dimension, got {sorted(counts)}")
+    free = [s for s in symbols if s not in known]
+    number = counts.pop() if counts else len(_SHAPES) if free else 1
+    for case in range(number):
+        batch, length, step = _SHAPES[case % len(_SHAPES)]
+        sizes = {n: v if isinstance(v, int) else v[case] for n, v in known.items()}
+        others = itertools.count(length, step)
+        first = {spec.shape[0] for spec in specs if spec.shape}
+        for symbol in free:
+            sizes[symbol] = batch if symbol in first and _is_batch(symbol, specs) else next(others)
+        rng = np.random.default_rng(_SEED + case)
+        left = case == number - 1 and number > 1
+        yield sizes, {spec.name: _values(spec, _shape(spec, sizes, batch, length), rng, left) for spec in specs}
+
+
+def _is_batch(symbol: str, specs: Sequence[InputSpec]) -> bool:
+    """A dimension that is only ever the first one."""
+    return not any(symbol in spec.shape[1:] for spec in specs)
+
+
+def _shape(spec: InputSpec, sizes: Mapping[str, int], batch: int, length: int) -> tuple[int, ...]:
+    shape = []
+    for axis, dim in enumerate(spec.shape):
+        if isinstance(dim, str):
+            shape.append(_evaluate(dim, sizes, spec.name))
+        else:
+            shape.append(dim if dim is not None else length if axis else batch)
+    return tuple(shape)
+
+
+def _evaluate(expression: str, sizes: Mapping[str, int], name: str) -> int:
+    """A dimension such as `past + sequence` or `Max(1, 2*batch)`, as torch's exporter writes them."""
+    operators = {ast.Add: int.__add__, ast.Sub: int.__sub__, ast.Mult: int.__mul__, ast.FloorDiv: int.__floordiv__}
+
+    def value(node: ast.expr) -> int:
+        match node:
+            case ast.Constant(value=int(number)):
+                return number
+            case ast.Name(id=symbol) if symbol in sizes:
+                return sizes[symbol]
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in operators:
+                return operators[type(op)](value(left), value(right))
+            case ast.Call(func=ast.Name(id=function), args=args) if function.lower() in ("max", "min"):
+                return (max if function.lower() == "max" else min)(value(a) for a in args)
+        raise ValueError
+
+    try:
+        return value(ast.parse(expression, mode="eval").body)
+    except (SyntaxError, ValueError):
+        raise ValueError(f"verify: input '{name}' has a dimension '{expression}' that cannot be guessed: pass inputs") from None
+
+
+def _values(spec: InputSpec, shape: tuple[int, ...], rng: np.random.Generator, left: bool) -> Array:
+    name, kind = spec.name.lower(), np.dtype(spec.dtype).kind
+    if "mask" in name and (kind in "iu" or len(shape) == 2) and shape:
+        return np.broadcast_to(_padding(shape[0], shape[-1], left).reshape(-1, *[1] * (len(shape) - 2), shape[-1]), shape).astype(spec.dtype)
+    if kind == "b":
+        mask = rng.random(shape) < 0.7
+        if shape:
+            mask[..., 0] = True
+        return mask
+    if kind in "iu":
+        return _integers(spec, shape, rng).astype(spec.dtype)
+    return rng.standard_normal(shape).astype(spec.dtype)
+
+
+def _integers(spec: InputSpec, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
+    name = spec.name.lower()
+    if "position" in name and shape:
+        return np.broadcast_to(np.arange(shape[-1]), shape)
+    if "type" in name:
+        return np.zeros(shape, np.int64)
+    if "len" in name:
+        return rng.integers(1, 8, shape)
+    return rng.integers(0, spec.ids or _DEFAULT_IDS, shape)
+
+
+def _padding(batch: int, length: int, left: bool) -> Array:
+    """(batch, length) ones with padding: entry i keeps about length / (i + 1) tokens, at least one."""
+    kept = np.maximum(length // (np.arange(batch) + 1), 1)[:, None]
+    positions = np.arange(length)[::-1] if left else np.arange(length)
+    return positions < kept
