@@ -27,7 +27,9 @@ Dim size(int64_t value) { return value > 0 ? Dim{value, {}} : Dim{}; }
 // computed is named by its formula.
 Dim combine(const Dim& a, const char* operation, const Dim& b) {
   if (!a.named() || !b.named()) return {};
-  return {-1, "(" + a.text() + operation + b.text() + ")"};
+  std::string formula = "(";
+  formula.append(a.text()).append(operation).append(b.text()).append(")");
+  return {-1, formula};
 }
 
 Dim sum(const Dim& a, const Dim& b) {

@@ -3,7 +3,7 @@
 #include <mutex>
 #include <vector>
 
-#include "ort/geometry.h"
+#include "operator/geometry.h"
 #include "ort/kernel.h"
 
 namespace flashonnx::ort {
@@ -47,8 +47,8 @@ class Run {
     const InputShapes inputs = {in_[kQ].shape,       in_[kK].shape,       in_[kV].shape,
                                 in_[kMask].shape,    in_[kPastKey].shape, in_[kPastValue].shape,
                                 in_[kLengths].shape, in_[kSinks].shape};
-    FLASHONNX_ORT_RETURN_IF_ERROR(
-        to_ort(api_, describe(kernel_.attributes, inputs, &params_, &packed, &shapes)));
+    FLASHONNX_ORT_RETURN_IF_ERROR(to_ort(
+        api_, describe(kernel_.attributes, inputs, Sizes::kExact, &params_, &packed, &shapes)));
     FLASHONNX_ORT_RETURN_IF_ERROR(set_device());
     FLASHONNX_ORT_RETURN_IF_ERROR(set_mask_dtype());
     bind_inputs(packed);

@@ -1,7 +1,6 @@
 set(FLASHONNX_ORT_SOURCES
   ort/attention_op.cpp
   ort/attributes.cpp
-  ort/geometry.cpp
   ort/infer.cpp
   ort/register.cpp
   ort/run.cpp)
