@@ -1,0 +1,223 @@
+"""The kernels through the C seam, on the CPU and, where there is one, on a CUDA device."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import cases
+import numpy as np
+import pytest
+from cases import Case
+from flashonnx._capi import Library, ParallelFor
+from seam import Buffer, Problem, check_outputs
+
+
+def on_devices(*chosen: Case) -> Any:
+    """Parametrises a test by (device, case), each with its markers."""
+    parameters = []
+    for case in chosen:
+        marks = [pytest.mark.slow] if case.slow else []
+        if not case.gpu:
+            parameters.append(pytest.param("cpu", case, id=f"cpu-{case.id}", marks=marks))
+        parameters.append(pytest.param("cuda", case, id=f"cuda-{case.id}", marks=[*marks, pytest.mark.gpu]))
+    return pytest.mark.parametrize(("device", "case"), parameters)
+
+
+_BY_ID = {case.id: case for case in cases.ALL}
+
+
+@on_devices(*cases.ALL)
+def test_case(library: Library, device: str, case: Case) -> None:
+    Problem(library, case, device).check()
+
+
+@on_devices(
+    *(replace(_BY_ID[f"d64-s128-{t}"], id=f"d64-{t}") for t in cases.DTYPES),
+    _BY_ID["mask-bhqk-T"],
+    _BY_ID["mask-float32-float16"],
+    _BY_ID["layout-3hd-float16"],
+    _BY_ID["past-bhsd-3"],
+    _BY_ID["past-bhsd-64"],
+    _BY_ID["everything"],
+)
+def test_unaligned_memory(library: Library, device: str, case: Case) -> None:
+    """Every tensor begins one element after an aligned address (flash-attention#1347)."""
+    Problem(library, case, device, shift=1).check()
+
+
+@on_devices(*(Case(f"{m}-{t}", mask=m, mask_dtype=t, mask_fill="first row" if "q" in m else "random")
+              for m in ("bhqk", "b11k", "1hqk") for t in ("int8", "int32")))  # fmt: skip
+def test_integer_masks(library: Library, device: str, case: Case) -> None:
+    """Only at the seam: any value but 0 means attend."""
+    inputs = case.inputs()
+    inputs["attn_mask"] = inputs["attn_mask"] * np.array([1, 2, -1, 3, 64, -128, 127], inputs["attn_mask"].dtype)
+    problem = Problem(library, case, device, inputs=inputs)
+    check_outputs(case, inputs, problem.run())
+
+
+@on_devices(_BY_ID["causal-lengths-float32"], _BY_ID["lengths-clamped-0"], _BY_ID["lengths-float16"])
+def test_int32_lengths(library: Library, device: str, case: Case) -> None:
+    inputs = case.inputs()
+    inputs["nonpad_kv_seqlen"] = inputs["nonpad_kv_seqlen"].astype(np.int32)
+    Problem(library, case, device, inputs=inputs).check()
+
+
+def test_strides_beyond_32_bits(library: Library, device: str) -> None:
+    """A batch stride of more than 2^31 elements (flash-attention#2214), of memory that is mostly never touched."""
+    case = Case("strides", dtype="bfloat16", q_length=5, kv_length=7, layout="bhsd", is_causal=1, lse=False)
+    problem = Problem(library, case, device)
+    stride, dtype, kept = 2**31 + 64, cases.numpy_dtype("bfloat16"), []
+    for name, field in (("K", "k"), ("V", "v")):
+        given = problem.given[name]
+        if device == "cpu":
+            far: Any = np.empty(stride + given[1].size, dtype)
+            address = far.ctypes.data
+            far[: given[0].size], far[stride:] = given[0].ravel(), given[1].ravel()
+        else:
+            import torch
+
+            far = torch.empty(stride + given[1].size, dtype=torch.bfloat16, device=device)
+            address = far.data_ptr()
+            far[: given[0].size], far[stride:] = problem.inputs[name].view.reshape(2, -1)
+        tensor = getattr(problem.params, field)
+        tensor.data, tensor.stride[0] = address, stride
+        kept.append(far)
+    problem.check()
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+def test_size_beyond_32_bits(library: Library) -> None:
+    """(1600, 729, 16, 72) bfloat16 (flash-attention#2214): more bytes than 32 bits count; some batch entries are compared."""
+    import torch
+    from flashonnx._capi import CUDA, attention_params
+
+    shape, looked_at = (1600, 729, 16, 72), (0, 799, 1023, 1599)
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(3))
+    o = torch.full_like(q, torch.nan)
+    params = attention_params(library, library.device(CUDA), *(x.transpose(1, 2) for x in (q, k, v, o)))
+    workspace = torch.empty(library.workspace(params), dtype=torch.int8, device="cuda")
+    library.run(params, workspace.data_ptr(), torch.cuda.current_stream().cuda_stream)
+    assert not o.isnan().any()
+    for i in looked_at:
+        case = cases.square(f"entry {i}", 729, dtype="bfloat16", batch=1, heads=(16, 16), head_dim=72)
+        one = [x[i].reshape(1, 729, 16 * 72).cpu().view(torch.int16).numpy().view(cases.numpy_dtype("bfloat16")) for x in (q, k, v, o)]
+        check_outputs(case, dict(zip("QKV", one, strict=False)), {"Y": one[3]})
+
+
+@on_devices(_BY_ID["past-bhsd-64"])
+def test_present_in_the_memory_of_past(library: Library, device: str, case: Case) -> None:
+    """A cache with room to spare: past and present are views of it, and only the new rows are written."""
+    problem = Problem(library, case, device)
+    assert case.past
+    room = case.keys + 5
+    caches = {}
+    for name in ("key", "value"):
+        past = problem.given[f"past_{name}"]
+        content = np.full((*past.shape[:2], room, past.shape[3]), 7, past.dtype)
+        content[:, :, : case.past] = past
+        caches[name] = cache = Buffer(content.shape, past.dtype, device, array=content)
+        address = cache.view.data_ptr() if device == "cuda" else cache.view.ctypes.data
+        for field in (f"past_{name[0]}", f"present_{name[0]}"):
+            tensor = getattr(problem.params, field)
+            tensor.data = address
+            tensor.stride[0], tensor.stride[1] = room * past.shape[3] * past.shape[1], room * past.shape[3]
+    outputs = problem.run()
+    check_outputs(case, problem.given, {name: outputs[name] for name in ("Y", "lse")})
+    expected = case.reference(problem.given)
+    for name, cache in caches.items():
+        np.testing.assert_array_equal(cache.numpy()[:, :, : case.keys], expected[f"present_{name}"])
+        np.testing.assert_array_equal(cache.numpy()[:, :, case.keys :], 7)
+
+
+_REPEATED = [_BY_ID[i] for i in ("causal-d64-float16", "s577-float32", "llama-decode-bfloat16", "everything")]
+
+
+@on_devices(*_REPEATED)
+def test_runs_are_bit_equal(library: Library, device: str, case: Case) -> None:
+    first = Problem(library, case, device).run()
+    for _ in range(20):
+        again = Problem(library, case, device).run()
+        assert all(again[name].tobytes() == first[name].tobytes() for name in first)
+
+
+@on_devices(Case("batch-mates", batch=3, q_length=1, kv_length=700, lengths=(3, 700, 64), is_causal=1, heads=(4, 2)))
+def test_fixed_split_ignores_batch_mates(library: Library, device: str, case: Case) -> None:
+    """With fixed_split a request alone and in a batch give the same bits (flash-attention#1897)."""
+    together = Problem(library, case, device)
+    together.params.fixed_split = 1
+    outputs = together.run()
+    assert case.lengths
+    for i in range(case.batch):
+        inputs = {name: x[i : i + 1] for name, x in together.given.items()}
+        alone = Problem(library, replace(case, batch=1, lengths=case.lengths[i : i + 1]), device, inputs=inputs)
+        alone.params.fixed_split = 1
+        assert alone.run()["Y"].tobytes() == outputs["Y"][i : i + 1].tobytes()
+
+
+def test_eight_threads(library: Library, device: str) -> None:
+    """Different problems at once, each as if it were alone; on CUDA each on a stream of its own."""
+    chosen = [_BY_ID[i] for i in ("d64-s128-float16", "causal-d128-float32", "d200-bfloat16", "everything", "s577-float16")]
+
+    def work(index: int) -> None:
+        for repeat in range(6):
+            problem = Problem(library, chosen[(index + repeat) % len(chosen)], device)
+            if device == "cpu":
+                problem.check()
+                continue
+            import torch
+
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.default_stream())
+            with torch.cuda.stream(stream):
+                problem.check()
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+
+
+@pytest.mark.gpu
+def test_cuda_graph(library: Library) -> None:
+    """One capture, replayed over new inputs."""
+    import torch
+
+    case = _BY_ID["everything"]
+    problem = Problem(library, case, "cuda")
+    workspace = torch.empty(library.workspace(problem.params), dtype=torch.int8, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        library.run(problem.params, workspace.data_ptr(), torch.cuda.current_stream().cuda_stream)
+    for i in range(2):
+        given = replace(case, id=f"replay {i}").inputs()
+        for name, x in given.items():
+            problem.inputs[name].view.copy_(Buffer(x.shape, x.dtype, "cuda", array=x).view)
+        graph.replay()
+        torch.cuda.synchronize()
+        check_outputs(case, given, {name: buffer.numpy() for name, buffer in problem.outputs.items()})
+
+
+@pytest.mark.parametrize("id", ["s577-float32", "everything", "no-queries-bshd", "many-heads-small"])
+def test_parallel_for_of_the_caller(library: Library, id: str) -> None:
+    """The CPU kernel takes the caller's threads, whatever the order, and covers every index once."""
+    seen: list[int] = []
+    lock = threading.Lock()
+
+    def parallel_for(context: int | None, count: int, body: Any, data: int) -> None:
+        def call(index: int) -> None:
+            with lock:
+                seen.append(index)
+            body(data, index)
+
+        seen.clear()
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(call, reversed(range(count))))
+        assert sorted(seen) == list(range(count))
+
+    case = _BY_ID[id]
+    callback = ParallelFor(parallel_for)
+    Problem(library, case, parallel_for=callback).check()
+    assert seen or not case.q_length, "the callback was not used"
