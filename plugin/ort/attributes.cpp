@@ -1,14 +1,21 @@
 #include "ort/attributes.h"
 
-#include <cmath>
-#include <iterator>
 #include <optional>
 #include <string>
 
-#include "flashonnx/attention.h"
+#include "kernels/common/status.h"
 
 namespace flashonnx::ort {
 namespace {
+
+template <typename T>
+constexpr const char* kTypeName = nullptr;
+template <>
+constexpr const char* kTypeName<int64_t> = "an integer";
+template <>
+constexpr const char* kTypeName<float> = "a float";
+template <>
+constexpr const char* kTypeName<std::string> = "a string";
 
 class Reader {
  public:
