@@ -205,6 +205,13 @@ flashonnx_status check_past(const char* name, const Shape& shape, const Params& 
 }
 
 flashonnx_status describe_past(const InputShapes& in, Sizes sizes, Params* p) {
+  if (in.past_key.present != in.past_value.present) {
+    const char* got = in.past_key.present ? "past_key" : "past_value";
+    return make_status(FLASHONNX_INVALID_ARGUMENT,
+                       "FlashAttention: inputs 'past_key' and 'past_value' are expected together, "
+                       "got only '%s'",
+                       got);
+  }
   if (in.past_key.present) {
     p->past_length = in.past_key.rank == 4 ? in.past_key.dims[2] : 0;
     FLASHONNX_RETURN_IF_ERROR(

@@ -70,8 +70,10 @@ class Reader {
     if (get(name, &integer)) got = "an integer";
     if (get(name, &real)) got = "a float";
     if (get(name, &text)) got = "a string";
-    if (succeeded(api_, api_.KernelInfoGetAttributeArray_int64(&info_, name, nullptr, &count)) ||
-        succeeded(api_, api_.KernelInfoGetAttributeArray_float(&info_, name, nullptr, &count))) {
+    // An attribute of one value counts as an empty list.
+    if ((succeeded(api_, api_.KernelInfoGetAttributeArray_int64(&info_, name, nullptr, &count)) ||
+         succeeded(api_, api_.KernelInfoGetAttributeArray_float(&info_, name, nullptr, &count))) &&
+        count > 0) {
       got = "a list";
     }
     if (got == nullptr) return ok();

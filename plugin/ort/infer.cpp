@@ -77,7 +77,16 @@ class Context {
     return dims;
   }
 
-  void output(size_t index, const Dims& dims) const {
+  ONNXTensorElementDataType input_type(size_t index) const {
+    ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+    OrtTensorTypeAndShapeInfo* info = nullptr;
+    if (succeeded(api_, api_.ShapeInferContext_GetInputTypeShape(context_, index, &info))) {
+      (void)succeeded(api_, api_.GetTensorElementType(info, &type));
+    }
+    return type;
+  }
+
+  void output(size_t index, ONNXTensorElementDataType type, const Dims& dims) const {
     std::vector<int64_t> values;
     std::vector<std::string> names;
     for (const Dim& dim : dims) {
@@ -90,7 +99,8 @@ class Context {
     if (!succeeded(api_, api_.CreateTensorTypeAndShapeInfo(&info))) return;
     const Handle<OrtTensorTypeAndShapeInfo> handle(info, api_.ReleaseTensorTypeAndShapeInfo);
     // Setting an output that the node lacks is refused, and harmless, from ONNX Runtime 1.28 on.
-    (void)(succeeded(api_, api_.SetDimensions(info, values.data(), values.size())) &&
+    (void)(succeeded(api_, api_.SetTensorElementType(info, type)) &&
+           succeeded(api_, api_.SetDimensions(info, values.data(), values.size())) &&
            succeeded(api_, api_.SetSymbolicDimensions(info, pointers.data(), pointers.size())) &&
            succeeded(api_, api_.ShapeInferContext_SetOutputTypeShape(context_, index, info)));
   }
@@ -169,19 +179,20 @@ void infer_output_shapes(const OrtApi& api, OrtShapeInferContext* ort_context) {
                  : packed_sizes(attributes, q, &s))) {
     return;
   }
+  const ONNXTensorElementDataType type = context.input_type(0);
   const Dim hidden = product(s.q_heads, s.value_dim);
   if (separate && q.size() == 4) {
-    context.output(0, {s.batch, s.q_heads, s.q_length, s.value_dim});
+    context.output(0, type, {s.batch, s.q_heads, s.q_length, s.value_dim});
   } else if (attributes.layout == Layout::kTimeMajor) {
-    context.output(0, {s.q_length, s.batch, hidden});
+    context.output(0, type, {s.q_length, s.batch, hidden});
   } else {
-    context.output(0, {s.batch, s.q_length, hidden});
+    context.output(0, type, {s.batch, s.q_length, hidden});
   }
   const Dims past = context.input(4);
   const Dim keys = past.size() == 4 ? sum(past[2], s.kv_length) : s.kv_length;
-  context.output(1, {s.batch, s.kv_heads, keys, s.head_dim});
-  context.output(2, {s.batch, s.kv_heads, keys, s.value_dim});
-  context.output(3, {s.batch, s.q_heads, s.q_length});
+  context.output(1, type, {s.batch, s.kv_heads, keys, s.head_dim});
+  context.output(2, type, {s.batch, s.kv_heads, keys, s.value_dim});
+  context.output(3, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, {s.batch, s.q_heads, s.q_length});
 }
 
 }  // namespace flashonnx::ort
