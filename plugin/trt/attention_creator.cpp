@@ -12,7 +12,7 @@ namespace {
 
 flashonnx_status make_plugin(const nvinfer1::PluginFieldCollection& fields,
                              AttentionPlugin** plugin) {
-  Attributes attributes;
+  PluginAttributes attributes;
   Node node;
   FLASHONNX_RETURN_IF_ERROR(read_fields(fields, &attributes));
   FLASHONNX_RETURN_IF_ERROR(make_node(attributes, &node));

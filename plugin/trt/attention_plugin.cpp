@@ -47,7 +47,7 @@ bool accepts(Input input, DataType type, DataType q) {
     case kMask:
       return type == q || type == DataType::kFLOAT || type == DataType::kINT8 ||
              type == DataType::kINT32;
-    case kKeyLengths:
+    case kLengths:
       return type == DataType::kINT32 || type == DataType::kINT64;
     case kSinks:
       return type == DataType::kFLOAT;
@@ -62,7 +62,7 @@ const char* accepted(Input input) {
       return "float32, float16 or bfloat16";
     case kMask:
       return "Q's type, float32, int8 or int32 (prepare_for_tensorrt casts booleans)";
-    case kKeyLengths:
+    case kLengths:
       return "int32 or int64";
     case kSinks:
       return "float32";
@@ -73,9 +73,9 @@ const char* accepted(Input input) {
 
 DataType output_type(int32_t output, DataType q) { return output == kLse ? DataType::kFLOAT : q; }
 
-DenseTensor dense(const PluginTensorDesc& desc, const nvinfer1::Dims& dims, void* data) {
-  DenseTensor tensor{data, to_dtype(desc.type), dims.nbDims, {}};
-  std::copy_n(dims.d, std::clamp(dims.nbDims, 0, nvinfer1::Dims::MAX_DIMS), tensor.dims.begin());
+Tensor tensor_of(const PluginTensorDesc& desc, const nvinfer1::Dims& dims, void* data) {
+  Tensor tensor{{true, static_cast<size_t>(dims.nbDims), {}}, to_dtype(desc.type), data};
+  std::copy_n(dims.d, std::min(tensor.shape.rank, kMaxRank), tensor.shape.dims.begin());
   return tensor;
 }
 
@@ -85,8 +85,8 @@ flashonnx_status check_counts(const Node& node, int32_t input_count, int32_t out
                      "FlashAttention: %d inputs and %d outputs are expected by the attributes "
                      "'inputs' (\"%s\") and 'outputs' "
                      "(\"%s\"), got %d and %d; flashonnx.tensorrt.prepare_for_tensorrt writes them",
-                     node.input_count, node.output_count, node.attributes.inputs.c_str(),
-                     node.attributes.outputs.c_str(), input_count, output_count);
+                     node.input_count, node.output_count, node.given.inputs.c_str(),
+                     node.given.outputs.c_str(), input_count, output_count);
 }
 
 // The devices an engine may be planned for. TensorRT does not tell a plugin its target, which need
@@ -190,7 +190,7 @@ int32_t AttentionPlugin::configurePlugin(const DynamicPluginTensorDesc* inputs, 
     int64_t bytes = 0;
     if (report(workspace_at_maxima(inputs, outputs, &bytes)) != 0) return -1;
     int64_t& planned =
-        node_.attributes.planned_workspace;  // called once for each profile: the largest counts
+        node_.given.planned_workspace;  // called once for each profile: the largest counts
     planned = std::max(planned, bytes);
     return 0;
   });
@@ -237,7 +237,7 @@ int32_t AttentionPlugin::enqueue(const PluginTensorDesc* input_descs,
 
 const nvinfer1::PluginFieldCollection* AttentionPlugin::getFieldsToSerialize() noexcept {
   return guarded<const nvinfer1::PluginFieldCollection*>(nullptr, [&] {
-    fields_ = serialize_fields(node_.attributes);
+    fields_ = serialize_fields(node_.given);
     collection_ = {static_cast<int32_t>(fields_.size()), fields_.data()};
     return &collection_;
   });
@@ -253,12 +253,12 @@ flashonnx_status AttentionPlugin::find_device() {
 flashonnx_status AttentionPlugin::workspace_at_maxima(const DynamicPluginTensorDesc* inputs,
                                                       const DynamicPluginTensorDesc* outputs,
                                                       int64_t* bytes) const {
-  Inputs in;
-  Outputs out;
+  InputTensors in;
+  OutputTensors out;
   for (int32_t i = 0; i < node_.input_count; ++i)
-    in[node_.inputs[i]] = dense(inputs[i].desc, inputs[i].max, nullptr);
+    in[node_.inputs[i]] = tensor_of(inputs[i].desc, inputs[i].max, nullptr);
   for (int32_t i = 0; i < node_.output_count; ++i)
-    out[node_.outputs[i]] = dense(outputs[i].desc, outputs[i].max, nullptr);
+    out[node_.outputs[i]] = tensor_of(outputs[i].desc, outputs[i].max, nullptr);
   flashonnx_attention_params params;
   FLASHONNX_RETURN_IF_ERROR(fill_params(node_, in, out, Sizes::kMaxima, &params));
   *bytes = -1;
@@ -277,15 +277,15 @@ flashonnx_status AttentionPlugin::params_of(const PluginTensorDesc* input_descs,
                                             const PluginTensorDesc* output_descs,
                                             const void* const* inputs, void* const* outputs,
                                             flashonnx_attention_params* params) {
-  Inputs in;
-  Outputs out;
+  InputTensors in;
+  OutputTensors out;
   for (int32_t i = 0; i < node_.input_count; ++i) {
     void* data = inputs == nullptr ? nullptr : const_cast<void*>(inputs[i]);
-    in[node_.inputs[i]] = dense(input_descs[i], input_descs[i].dims, data);
+    in[node_.inputs[i]] = tensor_of(input_descs[i], input_descs[i].dims, data);
   }
   for (int32_t i = 0; i < node_.output_count; ++i) {
     out[node_.outputs[i]] =
-        dense(output_descs[i], output_descs[i].dims, outputs == nullptr ? nullptr : outputs[i]);
+        tensor_of(output_descs[i], output_descs[i].dims, outputs == nullptr ? nullptr : outputs[i]);
   }
   FLASHONNX_RETURN_IF_ERROR(fill_params(node_, in, out, Sizes::kExact, params));
   if (!device_) FLASHONNX_RETURN_IF_ERROR(find_device());
@@ -299,7 +299,7 @@ flashonnx_status AttentionPlugin::check_shapes(const PluginTensorDesc* inputs,
   FLASHONNX_RETURN_IF_ERROR(params_of(inputs, outputs, nullptr, nullptr, &params));
   int64_t needed = 0;
   FLASHONNX_RETURN_IF_ERROR(flashonnx_attention_workspace(&params, &needed));
-  const int64_t planned = node_.attributes.planned_workspace;
+  const int64_t planned = node_.given.planned_workspace;
   if (planned < 0 || needed <= planned) return ok();
   return make_status(FLASHONNX_RUNTIME_ERROR,
                      "FlashAttention: this device needs a workspace of %lld bytes, the engine was "

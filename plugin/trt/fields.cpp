@@ -1,6 +1,7 @@
 #include "trt/fields.h"
 
 #include <cstring>
+#include <optional>
 #include <string_view>
 #include <variant>
 
@@ -12,32 +13,32 @@ namespace {
 using nvinfer1::PluginField;
 using nvinfer1::PluginFieldType;
 
+template <typename T>
+using Member = T PluginAttributes::*;
+
 struct Field {
   const char* name;
-  std::variant<int32_t Attributes::*, float Attributes::*, std::string Attributes::*,
-               int64_t Attributes::*>
+  std::variant<Member<int64_t>, Member<float>, Member<std::string>, Member<std::optional<int64_t>>,
+               Member<std::optional<float>>>
       member;
 };
 
-constexpr Field kFields[] = {
-    {"is_causal", &Attributes::is_causal},
-    {"q_num_heads", &Attributes::q_num_heads},
-    {"kv_num_heads", &Attributes::kv_num_heads},
-    {"scale", &Attributes::scale},
-    {"softcap", &Attributes::softcap},
-    {"left_window_size", &Attributes::left_window_size},
-    {"right_window_size", &Attributes::right_window_size},
-    {"softmax_precision", &Attributes::softmax_precision},
-    {"empty_row", &Attributes::empty_row},
-    {"qkv_layout", &Attributes::qkv_layout},
-    {"inputs", &Attributes::inputs},
-    {"outputs", &Attributes::outputs},
-    {"planned_workspace", &Attributes::planned_workspace},  // last; written by us alone
+const Field kFields[] = {
+    {"is_causal", &PluginAttributes::is_causal},
+    {"q_num_heads", &PluginAttributes::q_num_heads},
+    {"kv_num_heads", &PluginAttributes::kv_num_heads},
+    {"scale", &PluginAttributes::scale},
+    {"softcap", &PluginAttributes::softcap},
+    {"left_window_size", &PluginAttributes::left_window_size},
+    {"right_window_size", &PluginAttributes::right_window_size},
+    {"softmax_precision", &PluginAttributes::softmax_precision},
+    {"empty_row", &PluginAttributes::empty_row},
+    {"qkv_layout", &PluginAttributes::qkv_layout},
+    {"inputs", &PluginAttributes::inputs},
+    {"outputs", &PluginAttributes::outputs},
+    {"planned_workspace", &PluginAttributes::planned_workspace},  // last; written by us alone
 };
 
-PluginField to_field(const char* name, const int32_t& value) {
-  return {name, &value, PluginFieldType::kINT32, 1};
-}
 PluginField to_field(const char* name, const int64_t& value) {
   return {name, &value, PluginFieldType::kINT64, 1};
 }
@@ -48,6 +49,15 @@ PluginField to_field(const char* name, const std::string& value) {
   return {name, value.c_str(), PluginFieldType::kCHAR, static_cast<int32_t>(value.size() + 1)};
 }
 
+template <typename T>
+void add_field(const char* name, const T& value, std::vector<PluginField>* fields) {
+  fields->push_back(to_field(name, value));
+}
+template <typename T>
+void add_field(const char* name, const std::optional<T>& value, std::vector<PluginField>* fields) {
+  if (value) fields->push_back(to_field(name, *value));
+}
+
 flashonnx_status wrong_type(const PluginField& field, const char* expected) {
   return make_status(
       FLASHONNX_INVALID_ARGUMENT,
@@ -56,22 +66,35 @@ flashonnx_status wrong_type(const PluginField& field, const char* expected) {
 }
 
 template <typename T>
-flashonnx_status read_number(const PluginField& field, PluginFieldType type, const char* expected,
-                             T* value) {
-  if (field.type != type || field.length != 1 || field.data == nullptr)
-    return wrong_type(field, expected);
-  std::memcpy(value, field.data, sizeof *value);
-  return ok();
+T load(const void* data) {
+  T value;
+  std::memcpy(&value, data, sizeof value);  // TensorRT promises no alignment
+  return value;
 }
 
-flashonnx_status read_field(const PluginField& field, int32_t* value) {
-  return read_number(field, PluginFieldType::kINT32, "an integer", value);
+bool is_one(const PluginField& field, PluginFieldType type) {
+  return field.type == type && field.length == 1 && field.data != nullptr;
 }
+
+// 32 bits from the ONNX parser, 64 from an engine.
 flashonnx_status read_field(const PluginField& field, int64_t* value) {
-  return read_number(field, PluginFieldType::kINT64, "a 64-bit integer", value);
+  if (is_one(field, PluginFieldType::kINT32)) {
+    *value = load<int32_t>(field.data);
+  } else if (is_one(field, PluginFieldType::kINT64)) {
+    *value = load<int64_t>(field.data);
+  } else {
+    return wrong_type(field, "an integer");
+  }
+  return ok();
 }
 flashonnx_status read_field(const PluginField& field, float* value) {
-  return read_number(field, PluginFieldType::kFLOAT32, "a float", value);
+  if (!is_one(field, PluginFieldType::kFLOAT32)) return wrong_type(field, "a float");
+  *value = load<float>(field.data);
+  return ok();
+}
+template <typename T>
+flashonnx_status read_field(const PluginField& field, std::optional<T>* value) {
+  return read_field(field, &value->emplace());
 }
 // The parser counts the final zero, other callers may not.
 flashonnx_status read_field(const PluginField& field, std::string* value) {
@@ -88,10 +111,10 @@ flashonnx_status read_field(const PluginField& field, std::string* value) {
 
 const nvinfer1::PluginFieldCollection& field_names() {
   static const std::vector<PluginField> kNames = [] {
-    const Attributes defaults;
-    std::vector<PluginField> names = serialize_fields(defaults);
+    std::vector<PluginField> names;
+    for (const Field& field : kFields)
+      names.push_back({field.name, nullptr, PluginFieldType::kUNKNOWN, 0});
     names.pop_back();  // planned_workspace
-    for (PluginField& field : names) field = {field.name, nullptr, field.type, 1};
     return names;
   }();
   static const nvinfer1::PluginFieldCollection kCollection{static_cast<int32_t>(kNames.size()),
@@ -100,7 +123,7 @@ const nvinfer1::PluginFieldCollection& field_names() {
 }
 
 flashonnx_status read_fields(const nvinfer1::PluginFieldCollection& fields,
-                             Attributes* attributes) {
+                             PluginAttributes* attributes) {
   for (int32_t i = 0; i < fields.nbFields; ++i) {
     const PluginField& given = fields.fields[i];
     for (const Field& field : kFields) {
@@ -112,11 +135,11 @@ flashonnx_status read_fields(const nvinfer1::PluginFieldCollection& fields,
   return ok();
 }
 
-std::vector<PluginField> serialize_fields(const Attributes& attributes) {
+std::vector<PluginField> serialize_fields(const PluginAttributes& attributes) {
   std::vector<PluginField> fields;
   for (const Field& field : kFields) {
-    fields.push_back(std::visit(
-        [&](auto member) { return to_field(field.name, attributes.*member); }, field.member));
+    std::visit([&](auto member) { add_field(field.name, attributes.*member, &fields); },
+               field.member);
   }
   return fields;
 }

@@ -15,9 +15,10 @@ const nvinfer1::PluginFieldCollection& field_names();
 
 // Reads both what comes from an ONNX node and what serialize_fields wrote. Absent fields keep their
 // default.
-flashonnx_status read_fields(const nvinfer1::PluginFieldCollection& fields, Attributes* attributes);
+flashonnx_status read_fields(const nvinfer1::PluginFieldCollection& fields,
+                             PluginAttributes* attributes);
 
 // Points into `attributes`.
-std::vector<nvinfer1::PluginField> serialize_fields(const Attributes& attributes);
+std::vector<nvinfer1::PluginField> serialize_fields(const PluginAttributes& attributes);
 
 }  // namespace flashonnx::trt

@@ -2,8 +2,10 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <string_view>
 
 #include "kernels/common/status.h"
 
@@ -16,11 +18,11 @@ struct Slots {
   int find_logger;
   int log;
   int register_creator;
-  int get_creator;
+  int all_creators;
 };
 
-constexpr Slots kSlots10 = {0, 0, 12, 14};
-constexpr Slots kSlots11 = {4, 4, 8, 10};  // also TensorRT-RTX 1.x
+constexpr Slots kSlots10 = {0, 0, 12, 13};
+constexpr Slots kSlots11 = {4, 4, 8, 9};  // also TensorRT-RTX 1.x
 
 template <typename Result, typename... Arguments>
 Result call(void* object, int slot, Arguments... arguments) {
@@ -81,6 +83,24 @@ void log_to(const Runtime& runtime, void* logger, const char* message) {
     call<void>(logger, runtime.slots().log, nvinfer1::ILogger::Severity::kERROR, message);
 }
 
+// Does the registry have a creator of this name, version and namespace, from whatever library?
+// Asking for it by name would log an error when it has not.
+bool knows(const Runtime& runtime, void* registry, const nvinfer1::IPluginCreatorV3One& creator) {
+  using nvinfer1::IPluginCreatorInterface;
+  using nvinfer1::IPluginCreatorV3One;
+  int32_t count = 0;
+  auto* const* all =
+      call<IPluginCreatorInterface* const*>(registry, runtime.slots().all_creators, &count);
+  return std::any_of(all, all + count, [&](IPluginCreatorInterface* other) {
+    if (std::string_view(other->getInterfaceInfo().kind) != creator.getInterfaceInfo().kind)
+      return false;
+    const auto* same_kind = static_cast<IPluginCreatorV3One*>(other);
+    return std::string_view(same_kind->getPluginName()) == creator.getPluginName() &&
+           std::string_view(same_kind->getPluginVersion()) == creator.getPluginVersion() &&
+           std::string_view(same_kind->getPluginNamespace()) == creator.getPluginNamespace();
+  });
+}
+
 }  // namespace
 
 void set_logger_finder(void* finder) { logger_finder = finder; }
@@ -105,13 +125,10 @@ flashonnx_status register_creator(nvinfer1::IPluginCreatorV3One& creator) {
     void* registry = runtime ? runtime.registry() : nullptr;
     if (registry == nullptr) continue;
     found = true;
-    const char* space = creator.getPluginNamespace();
-    if (call<void*>(registry, runtime.slots().get_creator, creator.getPluginName(),
-                    creator.getPluginVersion(), space) != nullptr) {
-      continue;
-    }
+    if (knows(runtime, registry, creator)) continue;
     if (!call<bool>(registry, runtime.slots().register_creator,
-                    static_cast<nvinfer1::IPluginCreatorInterface*>(&creator), space)) {
+                    static_cast<nvinfer1::IPluginCreatorInterface*>(&creator),
+                    creator.getPluginNamespace())) {
       return make_status(FLASHONNX_RUNTIME_ERROR,
                          "FlashAttention: %s refused to register the plugin", library);
     }

@@ -55,7 +55,7 @@ flashonnx_status separate(const Attributes& a, const DimsExprs& q, const DimsExp
     *dims = {q.d[0], q.d[1], k.d[1], q.d[2], k.d[2], q.d[3], v.d[3]};
     return ok();
   }
-  if (a.q_num_heads == kNoHeads || a.kv_num_heads == kNoHeads) return need_heads();
+  if (a.q_num_heads == 0 || a.kv_num_heads == 0) return need_heads();
   *dims = {q.d[0],
            algebra.constant(a.q_num_heads),
            algebra.constant(a.kv_num_heads),
@@ -68,18 +68,19 @@ flashonnx_status separate(const Attributes& a, const DimsExprs& q, const DimsExp
 
 flashonnx_status packed(const Node& node, const DimsExprs& q, const Algebra& algebra,
                         Dimensions* dims) {
-  const bool grouped = node.layout == Layout::k3hd || node.layout == Layout::kH3d;
+  const bool grouped =
+      node.attributes.layout == Layout::k3hd || node.attributes.layout == Layout::kH3d;
   if (grouped && q.nbDims == 5) {
-    const Expression heads = q.d[node.layout == Layout::k3hd ? 3 : 2];
+    const Expression heads = q.d[node.attributes.layout == Layout::k3hd ? 3 : 2];
     *dims = {q.d[0], heads, heads, q.d[1], q.d[1], q.d[4], q.d[4]};
     return ok();
   }
   if (q.nbDims != 3) return wrong_rank("Q", grouped ? "3 or 5" : "3", q.nbDims);
   const int64_t q_heads = node.attributes.q_num_heads;
-  if (q_heads == kNoHeads) return need_heads();
+  if (q_heads == 0) return need_heads();
   const int64_t kv_heads =
-      node.attributes.kv_num_heads == kNoHeads ? q_heads : node.attributes.kv_num_heads;
-  const bool time_major = node.layout == Layout::kTimeMajor;
+      node.attributes.kv_num_heads == 0 ? q_heads : node.attributes.kv_num_heads;
+  const bool time_major = node.attributes.layout == Layout::kTimeMajor;
   const Expression length = q.d[time_major ? 0 : 1];
   const Expression dim = algebra.quotient(q.d[2], q_heads + 2 * kv_heads);
   *dims = {q.d[time_major ? 1 : 0],
@@ -107,8 +108,9 @@ flashonnx_status output_shapes(const Node& node, const DimsExprs* inputs,
   const DimsExprs& q = *given[kQ];
   Dimensions dims{};
   FLASHONNX_RETURN_IF_ERROR(
-      node.packed() ? packed(node, q, algebra, &dims)
-                    : separate(node.attributes, q, *given[kK], *given[kV], algebra, &dims));
+      node.attributes.layout != Layout::kSeparate
+          ? packed(node, q, algebra, &dims)
+          : separate(node.attributes, q, *given[kK], *given[kV], algebra, &dims));
   Expression keys = dims.kv_length;
   if (const DimsExprs* past = given[kPastKey]; past != nullptr) {
     if (past->nbDims != 4) return wrong_rank("past_key", "4", past->nbDims);
@@ -129,7 +131,7 @@ flashonnx_status output_shapes(const Node& node, const DimsExprs* inputs,
         if (q.nbDims == 4) {
           assign(&outputs[i], {dims.batch, dims.q_heads, dims.q_length, dims.value_dim});
         } else {
-          const bool time_major = node.layout == Layout::kTimeMajor;
+          const bool time_major = node.attributes.layout == Layout::kTimeMajor;
           assign(&outputs[i],
                  {time_major ? dims.q_length : dims.batch, time_major ? dims.batch : dims.q_length,
                   algebra.product(dims.q_heads, dims.value_dim)});
