@@ -196,7 +196,8 @@ def pack(q: Array, k: Array, v: Array, layout: str) -> tuple[Array, Array | None
     flat = (batch, length, (q.shape[2] + k.shape[2] + v.shape[2]) * q.shape[3])
     match layout.removesuffix("_flat"):
         case "bshd":
-            return tuple(x.reshape(*x.shape[:2], x.shape[2] * x.shape[3]) for x in (q, k, v))  # type: ignore[return-value]
+            flat_heads = [x.reshape(*x.shape[:2], x.shape[2] * x.shape[3]) for x in (q, k, v)]
+            return flat_heads[0], flat_heads[1], flat_heads[2]
         case "3hd":
             packed = np.stack((q, k, v), axis=2)
         case "h3d":
@@ -224,7 +225,9 @@ REGULAR = [
     *typed(*(square(f"d{d}-s{s}", s, head_dim=d) for d in (64, 128) for s in (64, 128))),
     *typed(*(square(f"causal-d{d}", 128, head_dim=d, is_causal=1) for d in (64, 128))),
     *typed(square("bert", 128, batch=2, heads=(4, 4), head_dim=64, mask="b11k", mask_fill="padding")),
-    *typed(Case("llama-decode", heads=(8, 2), q_length=1, kv_length=1, past=255, head_dim=128, is_causal=1, present=True)),
+    *typed(
+        Case("llama-decode", heads=(8, 2), q_length=1, kv_length=1, past=255, head_dim=128, is_causal=1, present=True)
+    ),
     *typed(square("vit", 577, batch=1, heads=(2, 2), head_dim=64, layout="3hd")),
     *typed(square("gpt-oss", 128, heads=(8, 1), head_dim=64, is_causal=1, left=31, sinks=True)),
 ]
@@ -232,12 +235,19 @@ REGULAR = [
 ODD = [
     *typed(*(Case(f"d{d}", head_dim=d) for d in (1, 7, 20, 33, 72, 96, 100, 129, 160, 200, 256, 512))),
     *typed(*(Case(f"d{d}-dv{dv}", head_dim=d, value_dim=dv) for d, dv in ((256, 512), (192, 128), (72, 40), (1, 5)))),
-    *(Case(f"d{d}-dv{d + 3}-bhsd-causal", layout="bhsd", head_dim=d, value_dim=d + 3, is_causal=1) for d in (1, 20, 64)),
+    *(
+        Case(f"d{d}-dv{d + 3}-bhsd-causal", layout="bhsd", head_dim=d, value_dim=d + 3, is_causal=1)
+        for d in (1, 20, 64)
+    ),
     *typed(*(square(f"s{s}", s, batch=1, heads=(1, 1), head_dim=64) for s in (1, 63, 65, 577))),
     *(square(f"s{s}-causal", s, batch=1, heads=(2, 1), head_dim=33, is_causal=1) for s in (1, 63, 65, 577, 1023)),
     *(Case(f"q{q}-k{k}", q_length=q, kv_length=k) for q, k in ((1, 1023), (1023, 1), (63, 577), (577, 65))),
     # onnxruntime#28376: only multiples of 8 keys, or only others, failed with a mask.
-    *(c for k in (7, 8, 9, 15, 16, 17, 32) for c in typed(Case(f"mask-k{k}", kv_length=k, mask="bhqk", mask_dtype="T"))),
+    *(
+        c
+        for k in (7, 8, 9, 15, 16, 17, 32)
+        for c in typed(Case(f"mask-k{k}", kv_length=k, mask="bhqk", mask_dtype="T"))
+    ),
 ]
 
 _LAYOUTS = ("bhsd", "bshd", "3hd", "3hd_flat", "h3d", "h3d_flat", "gqa", "time_major")
@@ -249,12 +259,14 @@ FEATURES = [
     *(square(f"layout-{n}-past", 9, layout=n, past=6, is_causal=1, present=True) for n in _LAYOUTS),
     square("layout-gqa-8-2", 33, layout="gqa", heads=(8, 2), head_dim=20),
     square("layout-gqa-6-2-mask", 33, layout="gqa", heads=(6, 2), mask="b11k"),
-    # Groups: query head h reads key head h // group (onnx 1.18 tiled instead); flashinfer#996: sizes that are no power of 2.
-    *(Case(f"group-{q}-{k}", heads=(q, k)) for q, k in ((6, 2), (3, 1), (5, 1), (12, 2), (7, 1), (16, 1), (71, 1), (8, 4))),
+    # Groups: query head h reads key head h // group (onnx 1.18 tiled); any size (flashinfer#996).
+    *(Case(f"group-{q}-{k}", heads=(q, k))
+      for q, k in ((6, 2), (3, 1), (5, 1), (12, 2), (7, 1), (16, 1), (71, 1), (8, 4))),
     *(Case(f"group-{q}-{k}-bhsd", heads=(q, k), layout="bhsd", dtype="float16") for q, k in ((6, 2), (16, 1), (10, 2))),
     # Masks: every shape and dtype; rank 3 is (heads, queries, keys), not (batch, ...).
     *(Case(f"mask-{m}-{t}", mask=m, mask_dtype=t) for m in _MASKS for t in ("bool", "T")),
-    *(Case(f"mask-{m}-{t}", mask=m, mask_dtype="T", dtype=t) for m in ("bhqk", "b11k") for t in ("float16", "bfloat16")),
+    *(Case(f"mask-{m}-{t}", mask=m, mask_dtype="T", dtype=t)
+      for m in ("bhqk", "b11k") for t in ("float16", "bfloat16")),
     *(Case(f"mask-float32-{t}", mask="b1qk", mask_dtype="float32", dtype=t) for t in ("float16", "bfloat16")),
     *(Case(f"mask-{m}-causal", mask=m, is_causal=1) for m in ("b11k", "bhqk", "k")),
     Case("mask-causal-square", q_length=65, kv_length=65, mask="b1qk", is_causal=1, mask_dtype="T"),
@@ -263,21 +275,25 @@ FEATURES = [
     Case("mask-short-with-lengths", mask="b1qk", mask_keys=5, lengths=(3, 5)),
     Case("mask-with-past", mask="b1qk", past=6, mask_dtype="T", present=True),
     *typed(Case("scale", scale=0.3), Case("scale-1", scale=1.0, head_dim=8)),
-    *typed(Case("softcap", softcap=2.0), Case("softcap-causal-mask", softcap=0.5, is_causal=1, mask="b1qk", mask_dtype="T")),
+    *typed(Case("softcap", softcap=2.0),
+           Case("softcap-causal-mask", softcap=0.5, is_causal=1, mask="b1qk", mask_dtype="T")),
     # Offsets: top left without a cache, by the past, by the lengths.
     *typed(Case("causal-short-query", is_causal=1), Case("causal-long-query", q_length=9, kv_length=4, is_causal=1)),
     *typed(Case("causal-one-query-no-past", batch=1, q_length=1, kv_length=5, is_causal=1)),
     *typed(Case("causal-past", q_length=4, kv_length=4, past=13, is_causal=1, present=True)),
     *typed(Case("causal-lengths", q_length=3, kv_length=5, lengths=(4, 5), is_causal=1)),
-    *(Case(f"past-{layout}-{p}", layout=layout, past=p, present=p != 3) for layout in ("bhsd", "bshd") for p in (0, 3, 64)),
+    *(Case(f"past-{layout}-{p}", layout=layout, past=p, present=p != 3)
+      for layout in ("bhsd", "bshd") for p in (0, 3, 64)),
     Case("past-dv", past=9, head_dim=20, value_dim=36, layout="bhsd", present=True),
     Case("present-without-past", present=True),
     Case("present-without-past-bhsd", layout="bhsd", present=True, heads=(4, 2)),
     *typed(Case("lengths", kv_length=40, lengths=(17, 40))),
-    *(square(f"window-{lt}-{r}", 65, left=lt, right=r) for lt, r in ((0, 0), (3, -1), (-1, 3), (5, 2), (0, -1), (100, 100))),
+    *(square(f"window-{lt}-{r}", 65, left=lt, right=r)
+      for lt, r in ((0, 0), (3, -1), (-1, 3), (5, 2), (0, -1), (100, 100))),
     *(square(f"window-{w}-causal", 65, left=w, is_causal=1) for w in (0, 1, 15, 16, 64)),
     *typed(square("window-long", 577, batch=1, heads=(1, 1), left=100, right=20, head_dim=64)),
-    *(Case(f"window-{lt}-{r}-uneven", q_length=q, kv_length=30, left=lt, right=r) for q, lt, r in ((9, 3, 4), (40, 2, 0))),
+    *(Case(f"window-{lt}-{r}-uneven", q_length=q, kv_length=30, left=lt, right=r)
+      for q, lt, r in ((9, 3, 4), (40, 2, 0))),
     # A window counts from the absolute position (transformers#39408): W tokens with the query's own is left W - 1.
     *(Case(f"window-past-{q}", q_length=q, kv_length=q, past=21, left=7, is_causal=1, present=True) for q in (1, 5)),
     Case("window-lengths", q_length=1, kv_length=10, lengths=(3, 10), left=3, is_causal=1),
@@ -285,8 +301,8 @@ FEATURES = [
     *(square(f"window-huge-{name}", 9, **{name: 2**40}) for name in ("left", "right")),
     *typed(Case("sinks", sinks=True), Case("sinks-causal-gqa", sinks=True, heads=(4, 2), is_causal=1)),
     Case("no-lse", lse=False, is_causal=1),
-    Case("everything", q_length=9, kv_length=9, past=12, heads=(6, 2), head_dim=20, value_dim=28, mask="b1qk", mask_dtype="T",
-         is_causal=1, sinks=True, scale=0.4, softcap=3.0, left=8, present=True),
+    Case("everything", q_length=9, kv_length=9, past=12, heads=(6, 2), head_dim=20, value_dim=28,
+         mask="b1qk", mask_dtype="T", is_causal=1, sinks=True, scale=0.4, softcap=3.0, left=8, present=True),
 ]  # fmt: skip
 
 _EMPTY = (
@@ -303,7 +319,8 @@ _EMPTY = (
 
 CORNER = [
     *(Case(f"empty-row-{i}-{e}", empty_row=e, **kw) for i, kw in enumerate(_EMPTY) for e in ("zero", "mean")),
-    *(Case(f"empty-row-{e}-gqa-{t}", dtype=t, empty_row=e, heads=(4, 2), **_EMPTY[0]) for e in ("zero", "mean") for t in DTYPES),
+    *(Case(f"empty-row-{e}-gqa-{t}", dtype=t, empty_row=e, heads=(4, 2), **_EMPTY[0])
+      for e in ("zero", "mean") for t in DTYPES),
     *(Case(f"empty-row-sinks-{i}", sinks=True, **kw) for i, kw in enumerate(_EMPTY)),
     Case("empty-row-past", past=4, mask="b1qk", mask_fill="first row", empty_row="mean", present=True),
     # A finite sentinel is a bias (flashinfer#4267): the row is the mean of V, or a plain softmax, never zero.
@@ -311,17 +328,21 @@ CORNER = [
     *(Case(f"sentinel-{f}-float32-{t}", mask="b1qk", mask_fill=f, mask_dtype="float32", dtype=t)
       for f in ("finfo.min", "-1e4") for t in ("float16", "bfloat16")),
     # What stands in masked or padded slots does not matter (flash-attention#1745, onnxruntime PR#28379).
-    *(Case(f"poison-lengths-{p}-{t}", dtype=t, heads=(1, 1), q_length=3, kv_length=16, head_dim=64, lengths=(1, 3), poison=p)
+    *(Case(f"poison-lengths-{p}-{t}", dtype=t, heads=(1, 1), q_length=3, kv_length=16, head_dim=64, lengths=(1, 3),
+           poison=p)
       for p in (np.nan, np.inf, -np.inf, 1e6) for t in DTYPES),
-    *(Case(f"poison-lengths-causal-{p}", q_length=3, kv_length=16, lengths=(0, 4), poison=p, is_causal=1) for p in (np.nan, np.inf)),
-    *(Case(f"poison-mask-{p}-{m}-{t}-cap{c}", dtype=t, mask="b1qk", mask_dtype=m, mask_fill="second key", softcap=c, poison=p)
+    *(Case(f"poison-lengths-causal-{p}", q_length=3, kv_length=16, lengths=(0, 4), poison=p, is_causal=1)
+      for p in (np.nan, np.inf)),
+    *(Case(f"poison-mask-{p}-{m}-{t}-cap{c}", dtype=t, mask="b1qk", mask_dtype=m, mask_fill="second key", softcap=c,
+           poison=p)
       for p in (np.nan, np.inf, 1e6) for m in ("bool", "T") for t in DTYPES for c in (0.0, 0.5)),
     *(Case(f"poison-short-mask-{p}", mask="b1qk", mask_keys=4, poison=p) for p in (np.nan, np.inf)),
     *(Case(f"poison-dead-row-{p}", mask="b11k", mask_fill="last batch", poison=p) for p in (np.nan, np.inf)),
     # Lengths outside [0, Sk] are clamped.
     *(Case(f"lengths-clamped-{c}", lengths=(-3, 99), is_causal=c) for c in (0, 1)),
     # Scores beyond float16 (onnxruntime#28195).
-    *(square(f"d512-scale-1-s{s}", s, dtype="float16", heads=(8, 8), head_dim=512, is_causal=1, scale=1.0) for s in (6, 64)),
+    *(square(f"d512-scale-1-s{s}", s, dtype="float16", heads=(8, 8), head_dim=512, is_causal=1, scale=1.0)
+      for s in (6, 64)),
     Case("score-overflow", dtype="float16", head_dim=64, fill=40.0, scale=1.0),
     Case("score-overflow-causal", dtype="float16", head_dim=64, fill=40.0, scale=1.0, is_causal=1),
     # Nothing to do.

@@ -1,4 +1,4 @@
-"""The one comparison of all tests: special values coincide, errors stay within twice those of plain attention in the same dtype."""
+"""The one comparison of all tests: special values coincide, errors are at most twice those of plain attention."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 def assert_close(name: str, out: Array, ref: Array, naive: Array) -> None:
     """Fails unless `out` is as good an answer as can be asked of its dtype.
 
-    NaN and infinities stand in the same places, vectors (along the last dimension) that are exactly zero are so in both, and
-    max|out - ref| <= 2 max|naive - ref| + floor. Errors of values beyond 1 count relatively, else a row of lse near -1e38 would hide
-    all others.
+    NaN and infinities stand in the same places, vectors (along the last dimension) that are exactly zero are so in
+    both, and max|out - ref| <= 2 max|naive - ref| + floor. Errors of values beyond 1 count relatively, else a row of
+    lse near -1e38 would hide all others.
 
     Args:
         name: of the output, for the message.
@@ -38,7 +38,9 @@ def assert_close(name: str, out: Array, ref: Array, naive: Array) -> None:
     size = np.abs(np.where(finite, ref, 0))
     unit = np.maximum(size, 1)
     with np.errstate(invalid="ignore"):
-        error, plain = (np.where(finite & np.isfinite(x), np.abs(x - ref), 0) / unit for x in (got, naive.astype(np.float64)))
+        error, plain = (
+            np.where(finite & np.isfinite(x), np.abs(x - ref), 0) / unit for x in (got, naive.astype(np.float64))
+        )
     allowed = 2 * plain.max(initial=0) + FLOOR_ULPS * EPSILON[out.dtype.name] * min(1, size.max(initial=0))
     assert error.max(initial=0) <= allowed, (
         f"{name}: error {error.max():.3g} > {allowed:.3g} allowed (plain attention has {plain.max():.3g}), "
@@ -52,7 +54,7 @@ def _first(where: Array, got: Array, ref: Array) -> str:
 
 
 def naive_attention(inputs: dict[str, Array], attributes: dict[str, Any]) -> tuple[Array, Array]:
-    """Attention as one writes it down, in the inputs' dtype: float32 sums one after the other, probabilities and result rounded.
+    """Attention as one writes it down, in the inputs' dtype: float32 sums, probabilities and result rounded.
 
     Args:
         inputs: the operator's inputs by name.
@@ -85,7 +87,7 @@ def naive_attention(inputs: dict[str, Array], attributes: dict[str, Any]) -> tup
 
 
 def _product(a: Array, b: Array) -> Array:
-    """a @ b, summed in order: a BLAS would sum in blocks, and be more exact than a loop over long vectors."""
+    """A @ b, summed in order: a BLAS would sum in blocks, and be more exact than a loop over long vectors."""
     out = np.zeros((*a.shape[:-1], b.shape[-1]), np.float32)
     for i in range(a.shape[-1]):
         out += a[..., :, i, None] * b[..., None, i, :]

@@ -13,16 +13,6 @@ import pytest
 from flashonnx._capi import Library
 from flashonnx._library import library_path as find_library
 
-TIERS = {
-    "gpu": "needs a CUDA device, which torch finds",
-    "slow": "minutes, or much memory; run with -m slow (or -m 'gpu and slow')",
-}
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    for name, meaning in TIERS.items():
-        config.addinivalue_line("markers", f"{name}: {meaning}")
-
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     without_gpu = any(item.get_closest_marker("gpu") for item in items) and not _has_cuda()

@@ -25,7 +25,9 @@ def trimmed(names: list[str]) -> list[str]:
 def asked_for(case: Case) -> list[str]:
     """The outputs that the case asks for, in order, "" where one is left out."""
     present = case.present
-    return trimmed(["Y", "present_key" if present else "", "present_value" if present else "", "lse" if case.lse else ""])
+    return trimmed(
+        ["Y", "present_key" if present else "", "present_value" if present else "", "lse" if case.lse else ""]
+    )
 
 
 def one_node(case: Case, inputs: dict[str, Array], *, dynamic: bool = False, **attributes: Any) -> onnx.ModelProto:
@@ -39,7 +41,9 @@ def one_node(case: Case, inputs: dict[str, Array], *, dynamic: bool = False, **a
     """
     given = [name if name in inputs else "" for name in INPUTS]
     attributes = {n: v for n, v in (case.attributes | attributes).items() if v is not None}
-    node = helper.make_node("FlashAttention", trimmed(given), asked_for(case), name="attention", domain=DOMAIN, **attributes)
+    node = helper.make_node(
+        "FlashAttention", trimmed(given), asked_for(case), name="attention", domain=DOMAIN, **attributes
+    )
     nodes, before, after = [node], [], []
     graph_inputs, graph_outputs = [], []
     for name, x in inputs.items():

@@ -19,7 +19,9 @@ ALIGNMENT = 256
 class Buffer:
     """An array on a device, between guards; without `array` it is all NaN itself."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: Any, device: str, *, array: Array | None = None, shift: int = 0) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], dtype: Any, device: str, *, array: Array | None = None, shift: int = 0
+    ) -> None:
         self.shape, self.dtype = shape, np.dtype(dtype)
         self.size = math.prod(shape) * self.dtype.itemsize
         total = self.size + 2 * GUARD + ALIGNMENT

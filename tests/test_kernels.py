@@ -91,7 +91,7 @@ def test_strides_beyond_32_bits(library: Library, device: str) -> None:
 @pytest.mark.slow
 @pytest.mark.gpu
 def test_size_beyond_32_bits(library: Library) -> None:
-    """(1600, 729, 16, 72) bfloat16 (flash-attention#2214): more bytes than 32 bits count; some batch entries are compared."""
+    """(1600, 729, 16, 72) bfloat16 (flash-attention#2214): more bytes than 32 bits count; entries are compared."""
     import torch
     from flashonnx._capi import CUDA, attention_params
 
@@ -105,7 +105,10 @@ def test_size_beyond_32_bits(library: Library) -> None:
     assert not o.isnan().any()
     for i in looked_at:
         case = cases.square(f"entry {i}", 729, dtype="bfloat16", batch=1, heads=(16, 16), head_dim=72)
-        one = [x[i].reshape(1, 729, 16 * 72).cpu().view(torch.int16).numpy().view(cases.numpy_dtype("bfloat16")) for x in (q, k, v, o)]
+        one = [
+            x[i].reshape(1, 729, 16 * 72).cpu().view(torch.int16).numpy().view(cases.numpy_dtype("bfloat16"))
+            for x in (q, k, v, o)
+        ]
         check_outputs(case, dict(zip("QKV", one, strict=False)), {"Y": one[3]})
 
 
@@ -161,7 +164,9 @@ def test_fixed_split_ignores_batch_mates(library: Library, device: str, case: Ca
 
 def test_eight_threads(library: Library, device: str) -> None:
     """Different problems at once, each as if it were alone; on CUDA each on a stream of its own."""
-    chosen = [_BY_ID[i] for i in ("d64-s128-float16", "causal-d128-float32", "d200-bfloat16", "everything", "s577-float16")]
+    chosen = [
+        _BY_ID[i] for i in ("d64-s128-float16", "causal-d128-float32", "d200-bfloat16", "everything", "s577-float16")
+    ]
 
     def work(index: int) -> None:
         for repeat in range(6):

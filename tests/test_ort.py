@@ -42,7 +42,9 @@ def test_case(device: str, case: Case) -> None:
     check_outputs(case, inputs, run(session, case, inputs))
 
 
-@on_devices(*(_BY_ID[i] for i in ("everything", "layout-3hd-float16", "mask-b11k-bool", "sinks-bfloat16", "lengths-float32")))
+@on_devices(
+    *(_BY_ID[i] for i in ("everything", "layout-3hd-float16", "mask-b11k-bool", "sinks-bfloat16", "lengths-float32"))
+)
 def test_dynamic_shapes(device: str, case: Case) -> None:
     """One session, sizes it has never heard of, then others."""
     session = open_session(one_node(case, case.inputs(), dynamic=True), device)
@@ -50,7 +52,9 @@ def test_dynamic_shapes(device: str, case: Case) -> None:
     for batch, length, more in ((2, 9, 0), (3, 1, 4), (1, 70, 0), (3, 33, 20)):
         lengths = tuple(range(1, batch + 1)) if case.lengths else None
         kv_length = length if square else length + more
-        now = replace(case, id=f"{case.id} {batch} {length}", batch=batch, q_length=length, kv_length=kv_length, lengths=lengths)
+        now = replace(
+            case, id=f"{case.id} {batch} {length}", batch=batch, q_length=length, kv_length=kv_length, lengths=lengths
+        )
         inputs = now.inputs()
         check_outputs(now, inputs, run(session, now, inputs))
 
@@ -67,11 +71,23 @@ def test_each_subset_of_outputs(device: str, case: Case) -> None:
 def test_shapes_are_inferred() -> None:
     """From symbolic sizes: every output has its type, its rank and what can be known of it."""
     node = helper.make_node("FlashAttention", ["Q", "K", "V", "", "past_key", "past_value"],
-                            ["Y", "present_key", "present_value", "lse"], domain=DOMAIN, q_num_heads=4, kv_num_heads=2)  # fmt: skip
-    inputs = {"Q": ("B", "S", 64), "K": ("B", "L", 32), "V": ("B", "L", 48), "past_key": ("B", 2, "P", 16), "past_value": ("B", 2, "P", 24)}
+                            ["Y", "present_key", "present_value", "lse"],
+                            domain=DOMAIN, q_num_heads=4, kv_num_heads=2)  # fmt: skip
+    inputs = {
+        "Q": ("B", "S", 64),
+        "K": ("B", "L", 32),
+        "V": ("B", "L", 48),
+        "past_key": ("B", 2, "P", 16),
+        "past_value": ("B", 2, "P", 24),
+    }
     infos = [helper.make_tensor_value_info(name, TensorProto.FLOAT16, shape) for name, shape in inputs.items()]
     # Outputs are declared without shapes, so that what the session reports is inferred.
-    kinds = {"Y": TensorProto.FLOAT16, "present_key": TensorProto.FLOAT16, "present_value": TensorProto.FLOAT16, "lse": TensorProto.FLOAT}
+    kinds = {
+        "Y": TensorProto.FLOAT16,
+        "present_key": TensorProto.FLOAT16,
+        "present_value": TensorProto.FLOAT16,
+        "lse": TensorProto.FLOAT,
+    }
     outputs = [helper.make_tensor_value_info(name, kind, None) for name, kind in kinds.items()]
     model = helper.make_model(
         helper.make_graph([node], "shapes", infos, outputs),
@@ -106,38 +122,120 @@ _BAD_INPUTS: dict[str, tuple[dict[str, Array], dict[str, Any], str]] = {
     "V batch": (_inputs(V=(1, 7, 16)), {}, "input 'V' is expected to have batch size 2, got 1"),
     "V length": (_inputs(V=(2, 6, 16)), {}, "input 'V' is expected to have sequence length 7, got 6"),
     "K width": (_inputs(K=(2, 7, 24)), {}, "input 'K' is expected to have last dimension 16, got 24"),
-    "Q width": (_inputs(Q=(2, 5, 34)), {}, "input 'Q' is expected to have a last dimension that is a positive multiple of 4"),
-    "V width": (_inputs(V=(2, 7, 17)), {}, "input 'V' is expected to have a last dimension that is a positive multiple of 2"),
+    "Q width": (
+        _inputs(Q=(2, 5, 34)),
+        {},
+        "input 'Q' is expected to have a last dimension that is a positive multiple of 4",
+    ),
+    "V width": (
+        _inputs(V=(2, 7, 17)),
+        {},
+        "input 'V' is expected to have a last dimension that is a positive multiple of 2",
+    ),
     "no K": (_inputs(K=None), {}, "input 'K' is expected with qkv_layout"),
     "no heads": (_inputs(), {"q_num_heads": None}, "attribute 'q_num_heads' is expected with 3-dimensional inputs"),
-    "no kv heads": (_inputs(), {"kv_num_heads": None}, "attribute 'kv_num_heads' is expected with 3-dimensional inputs"),
-    "group": (_inputs(K=(2, 7, 24), V=(2, 7, 24)), {"kv_num_heads": 3}, "'q_heads' is expected to be a multiple of 'kv_heads' (3), got 4"),
-    "4-D heads": (_inputs(Q=(2, 4, 5, 8), K=(2, 2, 7, 8), V=(2, 2, 7, 8)), {"q_num_heads": 3}, "'q_num_heads' is expected to be 4"),
-    "4-D K size": (_inputs(Q=(2, 4, 5, 8), K=(2, 2, 7, 9), V=(2, 2, 7, 8)), {}, "input 'K' is expected to have head size 8, got 9"),
-    "4-D V heads": (_inputs(Q=(2, 4, 5, 8), K=(2, 2, 7, 8), V=(2, 1, 7, 8)), {}, "input 'V' is expected to have heads 2, got 1"),
-    "mask rank": (_inputs(attn_mask=(1, 2, 4, 5, 7)), {}, "input 'attn_mask' is expected to have 1 to 4 dimensions, got 5"),
-    "mask keys": (_inputs(attn_mask=(5, 8)), {}, "input 'attn_mask' is expected to have a last dimension of at most 7 (the keys), got 8"),
-    "mask queries": (_inputs(attn_mask=(4, 7)), {}, "input 'attn_mask' is expected to have query length (or 1) 5, got 4"),
+    "no kv heads": (
+        _inputs(),
+        {"kv_num_heads": None},
+        "attribute 'kv_num_heads' is expected with 3-dimensional inputs",
+    ),
+    "group": (
+        _inputs(K=(2, 7, 24), V=(2, 7, 24)),
+        {"kv_num_heads": 3},
+        "'q_heads' is expected to be a multiple of 'kv_heads' (3), got 4",
+    ),
+    "4-D heads": (
+        _inputs(Q=(2, 4, 5, 8), K=(2, 2, 7, 8), V=(2, 2, 7, 8)),
+        {"q_num_heads": 3},
+        "'q_num_heads' is expected to be 4",
+    ),
+    "4-D K size": (
+        _inputs(Q=(2, 4, 5, 8), K=(2, 2, 7, 9), V=(2, 2, 7, 8)),
+        {},
+        "input 'K' is expected to have head size 8, got 9",
+    ),
+    "4-D V heads": (
+        _inputs(Q=(2, 4, 5, 8), K=(2, 2, 7, 8), V=(2, 1, 7, 8)),
+        {},
+        "input 'V' is expected to have heads 2, got 1",
+    ),
+    "mask rank": (
+        _inputs(attn_mask=(1, 2, 4, 5, 7)),
+        {},
+        "input 'attn_mask' is expected to have 1 to 4 dimensions, got 5",
+    ),
+    "mask keys": (
+        _inputs(attn_mask=(5, 8)),
+        {},
+        "input 'attn_mask' is expected to have a last dimension of at most 7 (the keys), got 8",
+    ),
+    "mask queries": (
+        _inputs(attn_mask=(4, 7)),
+        {},
+        "input 'attn_mask' is expected to have query length (or 1) 5, got 4",
+    ),
     "mask heads": (_inputs(attn_mask=(2, 5, 7)), {}, "input 'attn_mask' is expected to have heads (or 1) 4, got 2"),
-    "mask batch": (_inputs(attn_mask=(3, 1, 5, 7)), {}, "input 'attn_mask' is expected to have batch size (or 1) 2, got 3"),
-    "past rank": (_inputs(past_key=(2, 3, 16), past_value=(2, 3, 16)), {}, "input 'past_key' is expected to have 4 dimensions, got 3"),
-    "past heads": (_inputs(past_key=(2, 4, 3, 8), past_value=(2, 4, 3, 8)), {}, "input 'past_key' is expected to have heads 2, got 4"),
-    "past size": (_inputs(past_key=(2, 2, 3, 9), past_value=(2, 2, 3, 8)), {}, "input 'past_key' is expected to have head size 8, got 9"),
-    "past lengths": (_inputs(past_key=(2, 2, 3, 8), past_value=(2, 2, 4, 8)), {}, "'past_value' is expected to have sequence length 3, got 4"),
+    "mask batch": (
+        _inputs(attn_mask=(3, 1, 5, 7)),
+        {},
+        "input 'attn_mask' is expected to have batch size (or 1) 2, got 3",
+    ),
+    "past rank": (
+        _inputs(past_key=(2, 3, 16), past_value=(2, 3, 16)),
+        {},
+        "input 'past_key' is expected to have 4 dimensions, got 3",
+    ),
+    "past heads": (
+        _inputs(past_key=(2, 4, 3, 8), past_value=(2, 4, 3, 8)),
+        {},
+        "input 'past_key' is expected to have heads 2, got 4",
+    ),
+    "past size": (
+        _inputs(past_key=(2, 2, 3, 9), past_value=(2, 2, 3, 8)),
+        {},
+        "input 'past_key' is expected to have head size 8, got 9",
+    ),
+    "past lengths": (
+        _inputs(past_key=(2, 2, 3, 8), past_value=(2, 2, 4, 8)),
+        {},
+        "'past_value' is expected to have sequence length 3, got 4",
+    ),
     "past alone": (_inputs(past_key=(2, 2, 3, 8)), {}, "'past_key' is expected together with 'past_value'"),
     "past and lengths": (
-        _inputs(past_key=(2, 2, 3, 8), past_value=(2, 2, 3, 8), nonpad_kv_seqlen=(2,)), {}, "'nonpad_kv_seqlen' cannot be combined",
+        _inputs(past_key=(2, 2, 3, 8), past_value=(2, 2, 3, 8), nonpad_kv_seqlen=(2,)),
+        {},
+        "'nonpad_kv_seqlen' cannot be combined",
     ),
     "lengths": (_inputs(nonpad_kv_seqlen=(3,)), {}, "input 'nonpad_kv_seqlen' is expected to have batch size 2, got 3"),
-    "lengths rank": (_inputs(nonpad_kv_seqlen=(2, 1)), {}, "input 'nonpad_kv_seqlen' is expected to have 1 dimension, got 2"),
+    "lengths rank": (
+        _inputs(nonpad_kv_seqlen=(2, 1)),
+        {},
+        "input 'nonpad_kv_seqlen' is expected to have 1 dimension, got 2",
+    ),
     "sinks": (_inputs(sinks=(2,)), {}, "input 'sinks' is expected to have query heads 4, got 2"),
     "mean and sinks": (_inputs(sinks=(4,)), {"empty_row": "mean"}, "cannot be combined with 'sinks'"),
-    "packed and K": (_inputs(Q=(2, 5, 64), V=None), {"qkv_layout": "gqa"}, "input 'K' is expected to be absent with qkv_layout \"gqa\""),
-    "packed rank": (_inputs(Q=(2, 5, 3, 4, 8), K=None, V=None), {"qkv_layout": "gqa"}, "input 'Q' is expected to have 3 dimensions, got 5"),
-    "packed 3": (_inputs(Q=(2, 5, 2, 4, 8), K=None, V=None), {"qkv_layout": "3hd", "kv_num_heads": 4}, "third dimension 3, got 2"),
+    "packed and K": (
+        _inputs(Q=(2, 5, 64), V=None),
+        {"qkv_layout": "gqa"},
+        "input 'K' is expected to be absent with qkv_layout \"gqa\"",
+    ),
+    "packed rank": (
+        _inputs(Q=(2, 5, 3, 4, 8), K=None, V=None),
+        {"qkv_layout": "gqa"},
+        "input 'Q' is expected to have 3 dimensions, got 5",
+    ),
+    "packed 3": (
+        _inputs(Q=(2, 5, 2, 4, 8), K=None, V=None),
+        {"qkv_layout": "3hd", "kv_num_heads": 4},
+        "third dimension 3, got 2",
+    ),
     "packed width": (_inputs(Q=(2, 5, 65), K=None, V=None), {"qkv_layout": "gqa"}, "multiple of 8 (its heads), got 65"),
-    "packed heads": (_inputs(Q=(2, 5, 96), K=None, V=None), {"qkv_layout": "3hd"}, "'kv_num_heads' is expected to be 4"),
-}  # fmt: skip
+    "packed heads": (
+        _inputs(Q=(2, 5, 96), K=None, V=None),
+        {"qkv_layout": "3hd"},
+        "'kv_num_heads' is expected to be 4",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", _BAD_INPUTS)
@@ -161,8 +259,11 @@ def test_errors_do_not_spoil_the_session() -> None:
 
 
 _BAD_ATTRIBUTES: dict[str, tuple[Any, str]] = {
-    "qkv_layout": ("bshd", "attribute 'qkv_layout' is expected to be one of separate, 3hd, h3d, gqa, time_major, got \"bshd\""),
-    "empty_row": ("nan", "attribute 'empty_row' is expected to be \"zero\" or \"mean\", got \"nan\""),
+    "qkv_layout": (
+        "bshd",
+        "attribute 'qkv_layout' is expected to be one of separate, 3hd, h3d, gqa, time_major, got \"bshd\"",
+    ),
+    "empty_row": ("nan", 'attribute \'empty_row\' is expected to be "zero" or "mean", got "nan"'),
     "is_causal": (2, "attribute 'is_causal' is expected to be 0 or 1, got 2"),
     "q_num_heads": (-4, "attribute 'q_num_heads' is expected to be at least 1, got -4"),
     "kv_num_heads": (0, "attribute 'kv_num_heads' is expected to be at least 1, got 0"),
@@ -340,7 +441,8 @@ def test_exit_with_an_open_session(library_path: str, tmp_path: Path) -> None:
 import flashonnx, numpy as np
 session = flashonnx.session({str(tmp_path / "model.onnx")!r}, ["CPUExecutionProvider"])
 zeros = np.zeros
-print(session.run(None, {{"Q": zeros((2, 5, 32), "f4"), "K": zeros((2, 7, 16), "f4"), "V": zeros((2, 7, 16), "f4")}})[0].shape)
+inputs = {{"Q": zeros((2, 5, 32), "f4"), "K": zeros((2, 7, 16), "f4"), "V": zeros((2, 7, 16), "f4")}}
+print(session.run(None, inputs)[0].shape)
 """
     environment = os.environ | {"FLASHONNX_LIBRARY": library_path}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)

@@ -43,7 +43,9 @@ def test_onnx_case(name: str) -> None:
 _MASKS = (None, "bool", "float", "dead row", "dead row float")
 
 
-@pytest.mark.parametrize(("mask", "causal", "group", "scale"), list(itertools.product(_MASKS, (False, True), (1, 3), (None, 0.7))))
+@pytest.mark.parametrize(
+    ("mask", "causal", "group", "scale"), list(itertools.product(_MASKS, (False, True), (1, 3), (None, 0.7)))
+)
 def test_pytorch(mask: str | None, causal: bool, group: int, scale: float | None, random: np.random.Generator) -> None:
     torch = pytest.importorskip("torch")
     q = random.standard_normal((2, 2 * group, 5, 8))
@@ -67,7 +69,9 @@ def test_pytorch(mask: str | None, causal: bool, group: int, scale: float | None
     np.testing.assert_allclose(y, right, rtol=1e-12, atol=1e-12)
 
 
-def _qkv(random: np.random.Generator, q_length: int = 4, kv_length: int = 6, dim: int = 8) -> tuple[Array, Array, Array]:
+def _qkv(
+    random: np.random.Generator, q_length: int = 4, kv_length: int = 6, dim: int = 8
+) -> tuple[Array, Array, Array]:
     """(2, 2, S, D) each."""
     q = random.standard_normal((2, 2, q_length, dim))
     return q, random.standard_normal((2, 2, kv_length, dim)), random.standard_normal((2, 2, kv_length, dim))
@@ -77,7 +81,9 @@ def test_lse_is_the_log_of_the_sum(random: np.random.Generator) -> None:
     torch = pytest.importorskip("torch")
     q, k, v = _qkv(random)
     *_, lse = attention(q, k, v, is_causal=True)
-    scores = torch.from_numpy(q @ k.swapaxes(-1, -2) / math.sqrt(8)).masked_fill(~torch.ones(4, 6, dtype=torch.bool).tril(), -torch.inf)
+    scores = torch.from_numpy(q @ k.swapaxes(-1, -2) / math.sqrt(8)).masked_fill(
+        ~torch.ones(4, 6, dtype=torch.bool).tril(), -torch.inf
+    )
     np.testing.assert_allclose(lse, scores.logsumexp(-1).numpy(), rtol=1e-12)
 
 
@@ -129,7 +135,11 @@ def test_masked_slots_do_not_matter(poison: float, random: np.random.Generator) 
     q, k, v = _qkv(random)
     clean = attention(q, k[:, :, :3], v[:, :, :3], is_causal=True)
     k[:, :, 3:] = v[:, :, 3:] = poison
-    for name, hidden in (("nonpad_kv_seqlen", np.array([3, 3])), ("attn_mask", np.arange(6) < 3), ("attn_mask", np.ones(3, bool))):
+    for name, hidden in (
+        ("nonpad_kv_seqlen", np.array([3, 3])),
+        ("attn_mask", np.arange(6) < 3),
+        ("attn_mask", np.ones(3, bool)),
+    ):
         window = {"right_window_size": 0} if name == "attn_mask" else {}  # causal by other means, offset 0
         y, _, _, lse = attention(q, k, v, **{name: hidden}, is_causal=name == "attn_mask", **window)
         right = attention(q, k[:, :, :3], v[:, :, :3], is_causal=name == "attn_mask")
@@ -138,7 +148,7 @@ def test_masked_slots_do_not_matter(poison: float, random: np.random.Generator) 
     # Causal: a query before the poison is clean, one after it is not.
     y, *_ = attention(q, k, v, is_causal=True)
     np.testing.assert_allclose(y[:, :, :3], clean[0][:, :, :3], rtol=1e-12)
-    if not poison == 1e300:
+    if poison != 1e300:
         assert np.isnan(y[:, :, 3]).all()
 
 
@@ -148,14 +158,16 @@ def test_packed_layouts_are_separate_ones(layout: str, random: np.random.Generat
     right, *_ = attention(*pack(q, k, v, "bshd"), q_num_heads=2, kv_num_heads=2, is_causal=True)
     heads = {} if layout in ("3hd", "h3d") else {"q_num_heads": 2, "kv_num_heads": 2}
     packed, *_ = pack(q, k, v, layout)
-    y, present_key, present_value, _ = attention(packed, qkv_layout=layout.removesuffix("_flat"), is_causal=True, **heads)
+    y, present_key, present_value, _ = attention(
+        packed, qkv_layout=layout.removesuffix("_flat"), is_causal=True, **heads
+    )
     np.testing.assert_array_equal(y, right.swapaxes(0, 1) if layout == "time_major" else right)
     np.testing.assert_array_equal(present_key, k)
     np.testing.assert_array_equal(present_value, v)
 
 
 def test_packing_is_what_projections_give(random: np.random.Generator) -> None:
-    """nn.Linear(E, 3E) viewed as (B, S, 3, H, D), as timm does; (B, S, H, 3, D), as GPT-NeoX does; chunked, as GQA does."""
+    """nn.Linear(E, 3E) viewed as (B, S, 3, H, D), as in timm; (B, S, H, 3, D), as in GPT-NeoX; chunked, as GQA."""
     x = random.standard_normal((2, 5, 2 * 3 * 8))
     for layout, kept in (("3hd", x.reshape(2, 5, 3, 2, 8)), ("h3d", x.reshape(2, 5, 2, 3, 8).swapaxes(2, 3))):
         q, k, v = (kept[:, :, i].swapaxes(1, 2) for i in range(3))

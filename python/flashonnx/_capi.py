@@ -1,4 +1,4 @@
-"""The C seam (`flashonnx/attention.h`) through ctypes: for tests, torch.ops.flashonnx.attention and whoever has pointers.
+"""The C seam (`flashonnx/attention.h`) through ctypes, for tests, torch.ops.flashonnx.attention and other callers.
 
 NumPy arrays and torch tensors are passed without copies, by address and strides, as (B, H, S, D) views.
 """

@@ -1,8 +1,9 @@
 """What FlashAttention means: the operator in float64 NumPy, and the same as an `onnx.reference` op.
 
-Kernels, adapters and fusions are tested against this file, so it is written to be read, not to be fast. The semantics are
-those of ONNX `Attention` (opset 25, with the errata of onnx 1.23: softcap before the mask, zero rows where no key is left,
-causal offsets per batch with nonpad_kv_seqlen), plus sinks, lse, packed layouts and the choice for rows without a key.
+Kernels, adapters and fusions are tested against this file, so it is written to be read, not to be fast. The semantics
+are those of ONNX `Attention` (opset 25, with the errata of onnx 1.23: softcap before the mask, zero rows where no key
+is left, causal offsets per batch with nonpad_kv_seqlen), plus sinks, lse, packed layouts and the choice for rows
+without a key.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def attention(
         q: (B, Hq, Sq, D), or (B, Sq, Hq*D), or the packed projections that qkv_layout names.
         k: (B, Hkv, Skv, D) or (B, Skv, Hkv*D); Hkv divides Hq and query head h reads key head h // (Hq / Hkv).
         v: (B, Hkv, Skv, Dv) or (B, Skv, Hkv*Dv).
-        attn_mask: broadcasts to (B, Hq, Sq, Sk) over all but its last dimension, which is Sk or shorter; keys beyond it are
+        attn_mask: broadcasts to (B, Hq, Sq, Sk) over all but its last dimension, which is Sk or shorter; later keys are
             masked. Sk = past + Skv. Boolean or integer: true means attend. Floating: added to the scores, -inf masks.
         past_key: (B, Hkv, P, D), keys before k.
         past_value: (B, Hkv, P, Dv).
@@ -63,8 +64,8 @@ def attention(
 
     Returns:
         Y in float64 with q's layout ((B, S, Hq*D) for packed ones, (S, B, Hq*D) for "time_major"), present_key and
-        present_value (B, Hkv, Sk, D) in the dtypes given, and lse (B, Hq, Sq) in float64: the natural logarithm of the sum
-        of exp(scores) without the sink, -inf where no key is seen.
+        present_value (B, Hkv, Sk, D) in the dtypes given, and lse (B, Hq, Sq) in float64: the natural logarithm of the
+        sum of exp(scores) without the sink, -inf where no key is seen.
 
     Raises:
         ValueError: the inputs contradict each other.
@@ -215,7 +216,7 @@ def _additive(mask: Array, kv_length: int) -> Array:
 
 
 def _weighted_sum(weights: Array, seen: Array, values: Array) -> Array:
-    """weights @ values, where a value that is not seen counts as nothing even if it is NaN or infinite."""
+    """Weights @ values, where a value that is not seen counts as nothing even if it is NaN or infinite."""
     if np.isfinite(values).all():
         return weights @ values
     y = np.zeros((*weights.shape[:-1], values.shape[-1]))
@@ -233,5 +234,6 @@ class FlashAttention(OpRun):
         attributes.pop("softmax_precision", None)  # everything here is float64
         given = {name: value for name, value in attributes.items() if value is not None}
         y, present_key, present_value, lse = attention(*inputs, **given)  # type: ignore[arg-type]
-        outputs = (y.astype(inputs[0].dtype), present_key, present_value, lse.astype(np.float32))  # type: ignore[union-attr]
+        y = y.astype(inputs[0].dtype)  # type: ignore[union-attr]
+        outputs = (y, present_key, present_value, lse.astype(np.float32))
         return outputs[: len(self.onnx_node.output)]
