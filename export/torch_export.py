@@ -1,25 +1,27 @@
 """From a PyTorch module to an ONNX file in which attention is one node.
 
-`scaled_dot_product_attention` is caught before ONNX, by a translation table of torch's exporter, where its meaning is still
-whole: rank, masks, causality, grouped heads. What else computes attention (hand-written softmax forms,
+`scaled_dot_product_attention` is caught before ONNX, by a translation table of torch's exporter, where its meaning is
+still whole: rank, masks, causality, grouped heads. What else computes attention (hand-written softmax forms,
 `nn.MultiheadAttention` with weights) is left to `flashonnx.fuse`, which runs over the exported graph.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import onnx_ir as ir
     import torch
-
     from flashonnx.export.report import Report
 
-# Opset 20 is torch's own default, has Gelu as one operator, and ONNX Runtime's CUDA provider runs all of it. Torch at opset 23
-# exports rotary embeddings in a form that ONNX Runtime refuses for batches, so newer opsets are for those who ask.
+# Opset 20 is torch's own default, has Gelu as one operator, and ONNX Runtime's CUDA provider runs all of it. Torch at
+# opset 23 exports rotary embeddings in a form that ONNX Runtime refuses for batches, so newer opsets are for those who
+# ask.
 DEFAULT_OPSET = 20
 
 _OURS = ("dynamo", "f", "opset_version", "fallback", "export_params", "keep_initializers_as_inputs")
@@ -43,8 +45,8 @@ def export_onnx(
         model: the module, in eval mode for inference.
         args: example positional inputs; keyword inputs go into `kwargs={...}`.
         path: the file to write. It appears whole or not at all.
-        dynamic_shapes: as for `torch.onnx.export`; a name such as `{"input_ids": {0: "batch", 1: "sequence"}}` is enough.
-            Dimensions that are not named are fixed to those of the example inputs.
+        dynamic_shapes: as for `torch.onnx.export`; a name such as `{"input_ids": {0: "batch", 1: "sequence"}}` is
+            enough. Dimensions that are not named are fixed to those of the example inputs.
         opset: of the standard operators, 18 or newer; default 20. FlashAttention itself is the same at any.
         portable: add function bodies, so that the file also runs where the flashonnx library is not registered.
         external_data: weights in `<path>.data` beside the file. Default: only if the model exceeds protobuf's 2 GB.
@@ -64,18 +66,32 @@ def export_onnx(
             raise TypeError(f"export_onnx: argument '{name}' is not passed on to torch.onnx.export: {hint}")
     opset = DEFAULT_OPSET if opset is None else opset
     if opset < 18:
-        raise ValueError(f"export_onnx: opset is expected to be 18 or newer (torch converts older ones down afterwards), got {opset}")
+        raise ValueError(
+            f"export_onnx: opset is expected to be 18 or newer (torch converts older ones down afterwards), got {opset}"
+        )
     if isinstance(model, torch.nn.Module) and model.training:
-        warnings.warn("export_onnx: the model is in training mode; call model.eval() to export it for inference", stacklevel=2)
+        warnings.warn(
+            "export_onnx: the model is in training mode; call model.eval() to export it for inference", stacklevel=2
+        )
 
     from flashonnx.export import fuse, save, schema
 
     schema.register_schema()
-    table = {torch.ops.aten.scaled_dot_product_attention.default: translate_sdpa, **(kw.pop("custom_translation_table", None) or {})}
+    table = {
+        torch.ops.aten.scaled_dot_product_attention.default: translate_sdpa,
+        **(kw.pop("custom_translation_table", None) or {}),
+    }
     kw.setdefault("verbose", False)
-    program = torch.onnx.export(
-        model, args, dynamo=True, dynamic_shapes=dynamic_shapes, opset_version=opset, custom_translation_table=table, **kw
-    )
+    with _quiet():
+        program = torch.onnx.export(
+            model,
+            args,
+            dynamo=True,
+            dynamic_shapes=dynamic_shapes,
+            opset_version=opset,
+            custom_translation_table=table,
+            **kw,
+        )
     for node in program.model.graph.all_nodes():
         if (node.domain, node.op_type) == (schema.DOMAIN, schema.OP_TYPE):
             _tidy(node, schema.ATTRIBUTES)
@@ -96,9 +112,9 @@ def translate_sdpa(
 ) -> Any:
     """`aten.scaled_dot_product_attention` as a FlashAttention node; an entry of a torch.onnx translation table.
 
-    Called by torch's exporter with symbolic tensors: query (..., Hq, L, E), key (..., Hkv, S, E), value (..., Hkv, S, Ev),
-    attn_mask broadcastable to (..., Hq, L, S). The operator's rules for empty rows, causality and grouped heads are PyTorch's:
-    https://pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
+    Called by torch's exporter with symbolic tensors: query (..., Hq, L, E), key (..., Hkv, S, E), value (..., Hkv, S,
+    Ev), attn_mask broadcastable to (..., Hq, L, S). The operator's rules for empty rows, causality and grouped heads
+    are PyTorch's: https://pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
     """
     if query.dtype.name not in _FLOATS:
         from onnxscript.function_libs.torch_lib.ops.nn import aten_scaled_dot_product_attention
@@ -107,8 +123,11 @@ def translate_sdpa(
     from onnxscript import opset18 as op
 
     if dropout_p > 0:
-        warnings.warn(f"export_onnx: an attention has dropout_p={dropout_p}; it is left out, as in inference", stacklevel=2)
-    if attn_mask is not None and attn_mask.shape[-1] != key.shape[-2]:  # PyTorch broadcasts a last dimension of 1, ONNX pads it
+        warnings.warn(
+            f"export_onnx: an attention has dropout_p={dropout_p}; it is left out, as in inference", stacklevel=2
+        )
+    if attn_mask is not None and attn_mask.shape[-1] != key.shape[-2]:
+        # A last dimension of 1: PyTorch broadcasts it, ONNX pads it with -inf.
         attn_mask = op.Expand(attn_mask, op.Shape(key, start=-2, end=-1))
     query, key, value, attn_mask, shape = _to_rank_4(op, query, key, value, attn_mask, enable_gqa)
     attributes: dict[str, Any] = {"is_causal": int(is_causal)}
@@ -124,8 +143,8 @@ def translate_sdpa(
 def _to_rank_4(op: Any, query: Any, key: Any, value: Any, mask: Any, grouped: bool) -> tuple[Any, Any, Any, Any, Any]:
     """Q, K, V as (B, H, S, D), the mask to match, and the shape to give the output (None: leave it).
 
-    Leading dimensions broadcast in PyTorch, but with grouped heads not the third last. Fewer than four dimensions become
-    heads and a batch of 1, more are merged into the batch.
+    Leading dimensions broadcast in PyTorch, but with grouped heads not the third last. Fewer than four dimensions
+    become heads and a batch of 1, more are merged into the batch.
     """
     kept = 3 if grouped else 2
     leads = [list(tensor.shape[:-kept]) for tensor in (query, key, value)]
@@ -177,10 +196,32 @@ def _tidy(node: ir.Node, defaults: Mapping[str, Any]) -> None:
             del node.attributes[name]
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps back what torch's exporter says about itself, none of which is about the model."""
+    loggers = [logging.getLogger(f"torch.onnx._internal.exporter.{name}") for name in ("_core", "_registration")]
+
+    def keep(record: logging.LogRecord) -> bool:
+        return not record.msg.startswith(("Expected meta_vals to be a sequence", "torchvision is not installed"))
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="# The axis name")  # two inputs share a named dimension
+        warnings.filterwarnings("ignore", message=".*treespec, LeafSpec")
+        for logger in loggers:
+            logger.addFilter(keep)
+        try:
+            yield
+        finally:
+            for logger in loggers:
+                logger.removeFilter(keep)
+
+
 def _torch() -> Any:
     try:
         import onnxscript  # noqa: F401  torch.onnx needs it and says so late
         import torch
     except ImportError as error:
-        raise ImportError(f"export_onnx needs PyTorch and onnxscript ({error}): pip install torch onnxscript") from error
+        raise ImportError(
+            f"export_onnx needs PyTorch and onnxscript ({error}): pip install torch onnxscript"
+        ) from error
     return torch

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def widen(model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy of the model in which every float16, bfloat16 and float32 is a float64.
 
-    The most negative number of a type, with which exporters mask scores, becomes that of float64: adding a score to it leaves
-    it unchanged there as it does in the type it comes from.
+    The most negative number of a type, with which exporters mask scores, becomes that of float64: adding a score to it
+    leaves it unchanged there as it does in the type it comes from.
     """
     import onnx
 
@@ -47,7 +47,7 @@ def widen(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def run(model: onnx.ModelProto, feeds: list[Feeds]) -> list[list[Any]]:
-    """The outputs of a model that was widened, for each of several feeds: by ONNX Runtime if it can, else by onnx's evaluator."""
+    """The outputs of a widened model for each of several feeds, by ONNX Runtime if it can, else by onnx's evaluator."""
     wide = [{n: x.astype(np.float64) if x.dtype.kind in "fV" else x for n, x in feed.items()} for feed in feeds]
     # ONNX Runtime's Attention departs from ONNX where a row is masked by finite numbers (it returns zeros).
     if not any(node.op_type == "Attention" for graph in _graphs(model.graph) for node in graph.node):
@@ -56,16 +56,22 @@ def run(model: onnx.ModelProto, feeds: list[Feeds]) -> list[list[Any]]:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
         try:
-            session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+            session = onnxruntime.InferenceSession(
+                model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+            )
             return [session.run(None, feed) for feed in wide]
-        except Exception:  # noqa: S110  operators that it has not in float64, or more than 2 GB: the evaluator is next
+        except Exception:  # operators that it has not in float64, or more than 2 GB: the evaluator is next
             pass
     evaluator = evaluate(model)
     return [evaluator.run(None, feed) for feed in wide]
 
 
 def evaluate(model: onnx.ModelProto) -> Any:
-    """onnx's reference evaluator, knowing FlashAttention and float64 where its own operators fall back to float32."""
+    """Onnx's reference evaluator, with FlashAttention, and without what its 1.23 does wrong.
+
+    Erf there falls back to float32, and GatherElements takes no more indices than there are values along the other
+    axis.
+    """
     from onnx.reference import ReferenceEvaluator
     from onnx.reference.op_run import OpRun
 
@@ -85,7 +91,12 @@ def evaluate(model: onnx.ModelProto) -> Any:
                 inner = erf(x / math.sqrt(2))
             return ((0.5 * x * (1 + inner)).astype(x.dtype),)
 
-    return ReferenceEvaluator(model, new_ops=[Erf, Gelu, FlashAttention])
+    class GatherElements(OpRun):
+        def _run(self, data: Any, indices: Any, axis: int = 0) -> tuple[Any]:
+            near = tuple(slice(None) if i == axis % data.ndim else slice(n) for i, n in enumerate(indices.shape))
+            return (np.take_along_axis(data[near], indices.astype(np.int64), axis=axis),)
+
+    return ReferenceEvaluator(model, new_ops=[Erf, Gelu, GatherElements, FlashAttention])
 
 
 def _narrow() -> dict[int, float]:

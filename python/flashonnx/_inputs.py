@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 Feeds = dict[str, Array]
 
-# What symbolic dimensions become: (batch, first other dimension, step to the next other one). Together they cross tile sizes,
-# are odd, differ from each other, and have a batch of one; steps of 0 come first because some models need equal lengths.
+# What symbolic dimensions become: (batch, first other dimension, step to the next other one). Together they cross tile
+# sizes, are odd, differ from each other, and have a batch of one; steps of 0 come first because some models need equal
+# lengths.
 _SHAPES = ((2, 16, 0), (1, 33, 0), (3, 130, 0), (2, 19, 5))
 _SEED = 20
 _DEFAULT_IDS = 10
@@ -59,12 +60,17 @@ def _table_size(name: str, graph: onnx.GraphProto, initializers: Mapping[str, on
         if node.op_type == "Gather" and node.input[1] in names and node.input[0] in initializers:
             axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
             sizes.append(initializers[node.input[0]].dims[axis])
-        elif node.op_type in ("Cast", "Identity", "Reshape", "Unsqueeze", "Squeeze", "Flatten") and node.input[0] in names:
+        elif (
+            node.op_type in ("Cast", "Identity", "Reshape", "Unsqueeze", "Squeeze", "Flatten")
+            and node.input[0] in names
+        ):
             names.update(node.output)
     return min(sizes, default=None)
 
 
-def generate(specs: Sequence[InputSpec], dims: Mapping[str, int | Sequence[int]] | None) -> Iterator[tuple[dict[str, int], Feeds]]:
+def generate(
+    specs: Sequence[InputSpec], dims: Mapping[str, int | Sequence[int]] | None
+) -> Iterator[tuple[dict[str, int], Feeds]]:
     """Feeds of several shapes, each with the dimensions that it stands for.
 
     Args:
@@ -72,17 +78,21 @@ def generate(specs: Sequence[InputSpec], dims: Mapping[str, int | Sequence[int]]
         dims: values for symbolic dimensions by name: one, or one for each case.
 
     Yields:
-        The same feeds for the same arguments. Boolean and 0/1 masks leave every query a key; entries of a batch are padded
-        to uneven lengths, on the right, and in the last case on the left.
+        The same feeds for the same arguments. Boolean and 0/1 masks leave every query a key; entries of a batch are
+        padded to uneven lengths, on the right, and in the last case on the left.
     """
     symbols = list(dict.fromkeys(d for spec in specs for d in spec.shape if isinstance(d, str) and d.isidentifier()))
     known = dict(dims or {})
     unknown = sorted(set(known) - set(symbols))
     if unknown:
-        raise ValueError(f"verify: no input has a dimension '{unknown[0]}'; there are {', '.join(symbols) or 'no symbolic ones'}")
+        raise ValueError(
+            f"verify: no input has a dimension '{unknown[0]}'; there are {', '.join(symbols) or 'no symbolic ones'}"
+        )
     counts = {len(v) for v in known.values() if not isinstance(v, int)}
     if len(counts) > 1:
-        raise ValueError(f"verify: dims is expected to list equally many values for each dimension, got {sorted(counts)}")
+        raise ValueError(
+            f"verify: dims is expected to list equally many values for each dimension, got {sorted(counts)}"
+        )
     free = [s for s in symbols if s not in known]
     number = counts.pop() if counts else len(_SHAPES) if free else 1
     for case in range(number):
@@ -131,13 +141,17 @@ def _evaluate(expression: str, sizes: Mapping[str, int], name: str) -> int:
     try:
         return value(ast.parse(expression, mode="eval").body)
     except (SyntaxError, ValueError):
-        raise ValueError(f"verify: input '{name}' has a dimension '{expression}' that cannot be guessed: pass inputs") from None
+        raise ValueError(
+            f"verify: input '{name}' has a dimension '{expression}' that cannot be guessed: pass inputs"
+        ) from None
 
 
 def _values(spec: InputSpec, shape: tuple[int, ...], rng: np.random.Generator, left: bool) -> Array:
     name, kind = spec.name.lower(), np.dtype(spec.dtype).kind
     if "mask" in name and (kind in "iu" or len(shape) == 2) and shape:
-        return np.broadcast_to(_padding(shape[0], shape[-1], left).reshape(-1, *[1] * (len(shape) - 2), shape[-1]), shape).astype(spec.dtype)
+        return np.broadcast_to(
+            _padding(shape[0], shape[-1], left).reshape(-1, *[1] * (len(shape) - 2), shape[-1]), shape
+        ).astype(spec.dtype)
     if kind == "b":
         mask = rng.random(shape) < 0.7
         if shape:

@@ -46,8 +46,8 @@ def _advice(named: bool) -> str:
     if named:
         return f"set {ENVIRONMENT} to a libflashonnx.so built for this machine, or unset it to use the installed one"
     return (
-        "install flashonnx on this machine again (pip install --force-reinstall flashonnx, or pip install . in a clone), "
-        f"or set {ENVIRONMENT} to a libflashonnx.so that you built"
+        "install flashonnx on this machine again (pip install --force-reinstall flashonnx, or pip install . in a "
+        f"clone), or set {ENVIRONMENT} to a libflashonnx.so that you built"
     )
 
 
@@ -67,7 +67,8 @@ def _unsuitable(path: Path) -> str:
     expected = _ELF_MACHINES.get(here)
     if expected is not None and (machine, bits) != (expected, 64):
         names = {number: name for name, number in _ELF_MACHINES.items()}
-        return f"is built for another CPU: {names.get(machine, f'ELF machine {machine}')}, {bits} bit; this is {here}, 64 bit"
+        theirs = names.get(machine, f"ELF machine {machine}")
+        return f"is built for another CPU: {theirs}, {bits} bit; this is {here}, 64 bit"
     if kind != 3:  # ET_DYN
         return f"is not a shared library (ELF type {kind})"
     return ""

@@ -18,10 +18,13 @@ if TYPE_CHECKING:
     import onnxruntime
 
 MINIMUM_ONNXRUNTIME = (1, 28)
-_INSTALL = "pip install 'onnxruntime>={0}' (CPU) or 'onnxruntime-gpu>={0}' (CUDA)".format(".".join(map(str, MINIMUM_ONNXRUNTIME)))
+_INSTALL = "pip install 'onnxruntime>={0}' (CPU) or 'onnxruntime-gpu>={0}' (CUDA)".format(
+    ".".join(map(str, MINIMUM_ONNXRUNTIME))
+)
 _PROTOBUF_LIMIT = 2**31 - 1
 
-# Which library each SessionOptions already has. Weak: options may be dropped at any time, and pybind objects take no attributes.
+# Which library each SessionOptions already has. Weak: options may be dropped at any time, and pybind objects take no
+# attributes.
 _registered: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
@@ -29,8 +32,8 @@ def register(session_options: onnxruntime.SessionOptions) -> None:
     """Adds flashonnx's operators to an ONNX Runtime `SessionOptions`; doing it again changes nothing.
 
     ONNX Runtime itself refuses a session whose options got one library twice ("Domain already set in registry"). This
-    function remembers what it registered, but cannot see a `register_custom_ops_library` that someone else called: use one
-    of the two.
+    function remembers what it registered, but cannot see a `register_custom_ops_library` that someone else called: use
+    one of the two.
 
     Raises:
         LibraryError: no suitable library or no suitable ONNX Runtime; the message says what to do.
@@ -43,7 +46,9 @@ def register(session_options: onnxruntime.SessionOptions) -> None:
     if known == path:
         return
     if known is not None:
-        raise LibraryError(f"these session options already have {known}; they cannot have {path} too: use new session options")
+        raise LibraryError(
+            f"these session options already have {known}; they cannot have {path} too: use new session options"
+        )
     try:
         session_options.register_custom_ops_library(path)
     except Exception as error:
@@ -63,8 +68,8 @@ def session(
 
     Args:
         path_or_bytes: an ONNX file, its bytes, or an `onnx.ModelProto` (without external data, or with it loaded).
-        providers: as for `InferenceSession`. Default: CUDA where this ONNX Runtime has it, flashonnx was built with it and a
-            device is there, then the CPU.
+        providers: as for `InferenceSession`. Default: CUDA where this ONNX Runtime has it, flashonnx was built with it
+            and a device is there, then the CPU.
         session_options: yours, to which the library is then registered; it may be there already through `register`.
 
     Raises:
@@ -87,14 +92,16 @@ def session(
         except Exception as error:
             if "Domain already set in registry" in str(error):
                 raise LibraryError(
-                    "the library was registered twice with these session options: flashonnx.register, flashonnx.session and "
-                    "register_custom_ops_library each do it once; call only one of them on one SessionOptions "
+                    "the library was registered twice with these session options: flashonnx.register, flashonnx.session "
+                    "and register_custom_ops_library each do it once; call only one of them on one SessionOptions "
                     "(ONNX Runtime says 'Domain already set in registry')"
                 ) from error
             raise
     lost = [provider for provider in wanted if provider not in result.get_providers()]
     if lost:
-        warnings.warn(f"ONNX Runtime could not use {', '.join(lost)}; the session runs on {result.get_providers()}", stacklevel=2)
+        warnings.warn(
+            f"ONNX Runtime could not use {', '.join(lost)}; the session runs on {result.get_providers()}", stacklevel=2
+        )
     return result
 
 
@@ -124,7 +131,9 @@ def _onnxruntime() -> ModuleType:
     try:
         import onnxruntime
     except ImportError as error:
-        raise LibraryError(f"flashonnx needs ONNX Runtime {needed} or newer, and onnxruntime cannot be imported ({error}): {_INSTALL}") from error
+        raise LibraryError(
+            f"flashonnx needs ONNX Runtime {needed} or newer, and onnxruntime cannot be imported ({error}): {_INSTALL}"
+        ) from error
     found = getattr(onnxruntime, "__version__", "unknown")
     numbers = tuple(int(number) for number in re.findall(r"\d+", found)[:2])
     if numbers < MINIMUM_ONNXRUNTIME:
@@ -151,7 +160,7 @@ def _loadable(model: Any, scratch: str) -> str | bytes:
 
 
 def _preload(ort: ModuleType) -> None:
-    """Lets onnxruntime-gpu find the CUDA libraries of NVIDIA's wheels; where CUDA is installed otherwise it finds nothing."""
+    """Lets onnxruntime-gpu find the CUDA libraries of NVIDIA's wheels, if CUDA came that way."""
     import contextlib
     import io
 
