@@ -1,129 +1,135 @@
 // The algorithm, once for every instruction set: for each tile of keys, for each block of rows: scores, online softmax, weighted sum.
 #pragma once
 
+#include "direct.h"
+#include "packed.h"
 #include "rows.h"
+#include "softmax.h"
 
 namespace flashonnx::cpu::FLASHONNX_CPU_ISA {
 
-// A tile of keys: columns [begin, end) of it are seen by some row.
 struct Tile {
   int64_t first;
-  int begin;
+  int begin;  // columns [begin, end) are seen by some row; begin starts a panel
   int end;
-  bool finite;  // no Inf or NaN among its values
+  bool finite;          // no Inf or NaN among its values
+  const float* biases;  // of all rows, or null
 };
 
 struct Scratch {
   float* q;
   float* o;
-  float* k;
-  float* v;
   float* scores;  // kBlockRows x kKeyTile
+  float* biases;  // kKeyTile
 };
 
-// scores = Q K^T for columns [begin, end) of the tile, panel by panel so that one stays in the L1 cache for all rows.
-inline void compute_scores(const Plan& plan, const Scratch& scratch, int64_t dim, int first, int rows, int begin, int end) {
-  for (int n = begin; n < end; n += kPanel) {
-    const Product product{scratch.q + first * plan.padded_head_dim, plan.padded_head_dim, scratch.k + n * dim, dim,
-                          scratch.scores + n, kKeyTile, nullptr};
-    multiply_panel(product, rows, end - n);
+// Reads a mask that all rows share. Answers whether it leaves any key of the tile.
+inline bool read_shared_mask(const Params& params, const Rows& rows, const Scratch& scratch, Tile& tile) {
+  const int64_t first = (tile.first + tile.begin) * params.mask.stride[3];
+  const int count = tile.end - tile.begin;
+  float* biases = scratch.biases + tile.begin;
+  read_mask(params.mask, rows.mask[0] + first * mask_bytes(params.mask.dtype), count, biases);
+  tile.biases = all_equal(biases, count, 0.0f) ? nullptr : scratch.biases;
+  return !all_equal(biases, count, -kInfinity);
+}
+
+// The biases of one row's columns [begin, end): the mask itself where it can be read as it is.
+inline const float* read_own_mask(const Params& params, const char* mask, const Tile& tile, int begin, int end, float* biases) {
+  const char* source = mask + (tile.first + begin) * params.mask.stride[3] * mask_bytes(params.mask.dtype);
+  if (params.mask.dtype == FLASHONNX_FLOAT32 && params.mask.stride[3] == 1) {
+    return reinterpret_cast<const float*>(source) - begin;
   }
+  read_mask(params.mask, source, end - begin, biases + begin);
+  return biases;
 }
 
-// O = rescale O + weights V.
-inline void accumulate(const Plan& plan, const Scratch& scratch, int64_t dim, int first, int rows, int begin, int end,
-                       const float* rescale) {
-  for (int64_t d = 0; d < dim; d += kPanel) {
-    const Product product{scratch.scores + begin, kKeyTile, scratch.v + d * kKeyTile + begin * kPanel, end - begin,
-                          scratch.o + first * plan.padded_value_dim + d, plan.padded_value_dim, rescale};
-    multiply_panel(product, rows, static_cast<int>(clamp(dim - d, 0, kPanel)));
+// Scores to weights for one row. Returns the factor that brings what was summed before to the new maximum.
+inline float update_row(const Params& params, const Tile& tile, Rows& rows, int r, int begin, int end, float* scores,
+                        float* own_biases) {
+  if (params.softcap > 0) apply_softcap(scores, params.softcap, begin, end);
+  const float* biases = tile.biases;
+  if (rows.mask[r] != nullptr && !rows.same_mask) {
+    biases = read_own_mask(params, rows.mask[r], tile, begin, end, own_biases);
   }
+  const float previous = rows.maximum[r];
+  Vec largest = broadcast(previous);
+  if (biases != nullptr) largest = add_biases(scores, biases, begin, end, largest);
+  const bool cut = mask_outside(scores, begin, end, rows.begin[r] - tile.first, rows.end[r] - tile.first);
+  if (biases == nullptr || cut) largest = find_largest(scores, begin, end, broadcast(previous));
+
+  const float maximum = max_lanes(largest);
+  const float base = maximum == -kInfinity ? 0.0f : maximum;  // -inf - -inf would be NaN
+  const float sum = tile.finite ? exponentiate<false>(scores, begin, end, base) : exponentiate<true>(scores, begin, end, base);
+  const float rescale = previous == maximum ? 1.0f : previous == -kInfinity ? 0.0f : exp_nonpositive(broadcast(previous - base))[0];
+  rows.maximum[r] = maximum;
+  rows.sum[r] = rows.sum[r] * rescale + sum;
+  return rescale;
 }
 
-// The same for a tile with Inf or NaN among its values, which must not reach rows that mask those keys: 0 * Inf is NaN.
-inline void accumulate_seen(const Plan& plan, const Scratch& scratch, int64_t dim, int first, int rows, int begin, int end,
-                            const float* rescale) {
-  for (int r = 0; r < rows; ++r) {
-    const float* weights = scratch.scores + r * kKeyTile;
-    float* o = scratch.o + (first + r) * plan.padded_value_dim;
-    for (int64_t d = 0; d < dim; d += kWidth) {
-      const float* v = scratch.v + d / kPanel * kPanel * kKeyTile + d % kPanel;
-      Vec sum = load(o + d) * rescale[r];
-      for (int n = begin; n < end; ++n) {
-        if (weights[n] != 0) sum += load(v + n * kPanel) * weights[n];
-      }
-      store(o + d, sum);
-    }
-  }
-}
+template <typename Keys>
+void process_block(const Params& params, const Plan& plan, const Scratch& scratch, const Keys& keys, const Tile& tile, Rows& rows,
+                   int first, int count) {
+  const Range seen = visible_keys(rows, first, count);
+  const int begin = static_cast<int>(clamp(seen.begin - tile.first, tile.begin, kKeyTile)) / kPanel * kPanel;
+  const int end = static_cast<int>(clamp(seen.end - tile.first, 0, tile.end));
+  if (begin >= end) return;
 
-inline void mask_outside(float* scores, int begin, int end, int64_t from, int64_t to) {
-  for (int n = begin; n < end && n < from; ++n) scores[n] = -kInfinity;
-  for (int n = static_cast<int>(clamp(to, begin, end)); n < end; ++n) scores[n] = -kInfinity;
-}
-
-inline void process_block(const Params& params, const Plan& plan, const Scratch& scratch, const Tile& tile, BiasRow& bias,
-                          Rows& rows, int first, int count) {
-  int64_t from;
-  int64_t to;
-  if (!visible_keys(rows, first, first + count, from, to)) return;
-  from = from - tile.first > tile.begin ? from - tile.first : tile.begin;
-  to = to - tile.first < tile.end ? to - tile.first : tile.end;
-  if (from >= to) return;
-  const int begin = static_cast<int>(from) / kPanel * kPanel;
-  const int end = static_cast<int>(to);
-  const int padded_end = (end + kWidth - 1) / kWidth * kWidth;
-
-  compute_scores(plan, scratch, params.head_dim, first, count, begin, end);
+  keys.compute_scores(scratch.q + first * plan.padded_head_dim, count, begin, end, scratch.scores);
   float rescale[kBlockRows];
   for (int i = 0; i < count; ++i) {
-    const int r = first + i;
-    float* scores = scratch.scores + i * kKeyTile;
-    if (params.softcap > 0) apply_softcap(scores, params.softcap, begin, end);
-    if (rows.mask[r] != nullptr) {
-      read_mask(bias, params.mask, rows.mask[r] + tile.first * params.mask.stride[3] * mask_bytes(params.mask.dtype),
-                tile.begin, tile.end);
-      if (!bias.neutral) add_bias(scores, bias.values, begin, end);
-    }
-    mask_outside(scores, begin, padded_end, rows.begin[r] - tile.first, rows.end[r] - tile.first);
-    rescale[i] = tile.finite ? update_row<false>(scores, begin, end, rows.maximum[r], rows.sum[r])
-                             : update_row<true>(scores, begin, end, rows.maximum[r], rows.sum[r]);
+    rescale[i] = update_row(params, tile, rows, first + i, begin, end, scratch.scores + i * kKeyTile, scratch.biases);
   }
-  (tile.finite ? accumulate : accumulate_seen)(plan, scratch, params.value_dim, first, count, begin, end, rescale);
+  float* o = scratch.o + first * plan.padded_value_dim;
+  bool& started = rows.started[first / kBlockRows];
+  const float* factors = started ? rescale : nullptr;
+  started = true;
+  if (tile.finite) {
+    keys.accumulate(scratch.scores, count, begin, end, factors, o);
+  } else {
+    keys.accumulate_seen(scratch.scores, count, begin, end, factors, o);
+  }
+}
+
+template <typename Keys>
+void process_tiles(const Params& params, const Plan& plan, const Scratch& scratch, Keys& keys, Rows& rows) {
+  const Range seen = visible_keys(rows, 0, rows.count);
+  if (seen.begin >= seen.end) return;
+  for (int64_t first = seen.begin / kKeyTile * kKeyTile; first < seen.end; first += kKeyTile) {
+    Tile tile{first, static_cast<int>(clamp(seen.begin - first, 0, kKeyTile)) / kPanel * kPanel,
+              static_cast<int>(clamp(seen.end - first, 0, kKeyTile)), true, nullptr};
+    if (rows.same_mask && !read_shared_mask(params, rows, scratch, tile)) continue;
+    tile.finite = keys.load_tile(first, tile.begin, tile.end);
+    for (int r = 0; r < rows.count; r += kBlockRows) {
+      process_block(params, plan, scratch, keys, tile, rows, r, static_cast<int>(clamp(rows.count - r, 0, kBlockRows)));
+    }
+  }
 }
 
 template <typename T>
 void run(const Params& params, const Plan& plan, int64_t task, float* memory) {
-  const Scratch scratch{memory + plan.q, memory + plan.o, memory + plan.k, memory + plan.v, memory + plan.scores};
-  BiasRow bias;
-  bias.values = memory + plan.bias;
-  const int64_t head_task = task / plan.row_tiles;
-  const int64_t b = head_task / params.kv_heads;
-  const int64_t kv_head = head_task % params.kv_heads;
+  const Scratch scratch{memory + plan.q, memory + plan.o, memory + plan.scores, memory + plan.biases};
+  const int64_t b = task / plan.row_tiles / params.kv_heads;
+  const int64_t kv_head = task / plan.row_tiles % params.kv_heads;
   // Later queries see more keys under a causal mask: the long tasks come first.
-  const int64_t first_row = (plan.row_tiles - 1 - task % plan.row_tiles) * plan.rows;
+  const int64_t row_tile = plan.row_tiles - 1 - task % plan.row_tiles;
 
   Rows rows;
-  set_up_rows(params, plan, b, kv_head, first_row, rows);
+  set_up_rows(params, plan, b, kv_head, row_tile * plan.rows, rows);
   for (int r = 0; r < rows.count; ++r) {
-    pack_query(at<T>(params.q, b, rows.head[r], rows.query[r]), params.head_dim, params.scale,
-               scratch.q + r * plan.padded_head_dim);
-  }
-  __builtin_memset(scratch.o, 0, rows.count * plan.padded_value_dim * sizeof(float));
-
-  int64_t begin;
-  int64_t end;
-  if (!visible_keys(rows, 0, rows.count, begin, end)) end = begin = 0;
-  for (int64_t n = begin / kKeyTile * kKeyTile; n < end; n += kKeyTile) {
-    Tile tile{n, static_cast<int>(clamp(begin - n, 0, kKeyTile) / kPanel * kPanel),
-              static_cast<int>(clamp(end - n, 0, kKeyTile)), true};
-    bias.source = nullptr;
-    pack_keys(at<T>(params.k, b, kv_head, n), params.k.stride[2], params.head_dim, tile.begin, tile.end, scratch.k);
-    tile.finite = pack_values(at<T>(params.v, b, kv_head, n), params.v.stride[2], params.value_dim, tile.begin, tile.end,
-                              scratch.v);
-    for (int r = 0; r < rows.count; r += kBlockRows) {
-      process_block(params, plan, scratch, tile, bias, rows, r, static_cast<int>(clamp(rows.count - r, 0, kBlockRows)));
+    const T* query = at<const T>(params.q, b, rows.head[r], rows.query[r]);
+    float* target = scratch.q + r * plan.padded_head_dim;
+    for (int64_t d = 0; d < params.head_dim; d += kWidth) {
+      store(target + d, load_upto(query + d, params.head_dim - d) * params.scale);
     }
+  }
+  const T* k = at<const T>(params.k, b, kv_head, 0);
+  const T* v = at<const T>(params.v, b, kv_head, 0);
+  if (plan.direct) {
+    Direct<T> keys{params, plan, k, v};
+    process_tiles(params, plan, scratch, keys, rows);
+  } else {
+    Packed<T> keys{params, plan, k, v, memory + plan.k, memory + plan.v};
+    process_tiles(params, plan, scratch, keys, rows);
   }
   finish_rows<T>(params, plan, b, kv_head, rows, scratch.o);
 }

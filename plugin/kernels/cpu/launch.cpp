@@ -42,6 +42,7 @@ Plan make_plan(const Params& params) {
   Plan plan{};
   plan.group = params.q_heads / params.kv_heads;
   plan.total_rows = plan.group * params.q_length;
+  plan.direct = plan.total_rows <= kDirectRows;
   plan.padded_head_dim = pad(params.head_dim);
   plan.padded_value_dim = pad(params.value_dim);
 
@@ -62,8 +63,8 @@ Plan make_plan(const Params& params) {
   plan.k = std::max(std::min(kRowFloats, kMaxRows * dims), kMinRows * dims);
   plan.v = plan.k + kKeyTile * plan.padded_head_dim;
   plan.scores = plan.v + kKeyTile * plan.padded_value_dim;
-  plan.bias = plan.scores + kBlockRows * kKeyTile;
-  plan.scratch = plan.bias + kKeyTile;
+  plan.biases = plan.scores + kBlockRows * kKeyTile;
+  plan.scratch = plan.biases + kKeyTile;
   return plan;
 }
 

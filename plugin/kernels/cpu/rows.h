@@ -2,7 +2,6 @@
 #pragma once
 
 #include "mask.h"
-#include "softmax.h"
 #include "task.h"
 
 namespace flashonnx::cpu::FLASHONNX_CPU_ISA {
@@ -11,18 +10,25 @@ using Params = flashonnx_attention_params;
 
 struct Rows {
   int count;
+  bool same_mask;  // of all rows
   int64_t head[kMaxRows];
   int64_t query[kMaxRows];
-  int64_t begin[kMaxRows];  // keys [begin, end) are not masked by structure
+  int64_t begin[kMaxRows];  // keys outside of [begin, end) are masked by structure
   int64_t end[kMaxRows];
   const char* mask[kMaxRows];  // of key 0
   float maximum[kMaxRows];
   float sum[kMaxRows];
+  bool started[kMaxRows / kBlockRows];  // whether O holds anything yet, for each block of rows
+};
+
+struct Range {
+  int64_t begin;
+  int64_t end;
 };
 
 template <typename T>
-FLASHONNX_INLINE const T* at(const flashonnx_tensor& tensor, int64_t b, int64_t h, int64_t s) {
-  return static_cast<const T*>(tensor.data) + b * tensor.stride[0] + h * tensor.stride[1] + s * tensor.stride[2];
+FLASHONNX_INLINE T* at(const flashonnx_tensor& tensor, int64_t b, int64_t h, int64_t s) {
+  return static_cast<T*>(tensor.data) + b * tensor.stride[0] + h * tensor.stride[1] + s * tensor.stride[2];
 }
 
 inline int64_t clamp(int64_t x, int64_t low, int64_t high) {
@@ -39,41 +45,49 @@ inline int64_t key_length(const Params& params, int64_t b) {
 }
 
 inline void set_up_rows(const Params& params, const Plan& plan, int64_t b, int64_t kv_head, int64_t first, Rows& rows) {
+  const flashonnx_tensor& mask = params.mask;
+  const bool masked = mask.dtype != FLASHONNX_NONE;
   const int64_t length = key_length(params, b);
   const int64_t offset = params.causal_offset + (params.offset_from_lengths ? length - params.q_length : 0);
-  const bool masked = params.mask.dtype != FLASHONNX_NONE;
   const int64_t limit = masked && params.mask_keys < length ? params.mask_keys : length;
+  int64_t query = first / plan.group;
+  int64_t member = first % plan.group;  // of the group of heads
   rows.count = static_cast<int>(clamp(plan.total_rows - first, 0, plan.rows));
+  rows.same_mask = masked;
+  for (bool& started : rows.started) started = false;
   for (int r = 0; r < rows.count; ++r) {
-    const int64_t query = (first + r) / plan.group;
     const int64_t position = query + offset;
     int64_t end = limit;
     if (params.is_causal) end = clamp(position + 1, 0, end);
     if (params.window_right >= 0) end = clamp(position + params.window_right + 1, 0, end);
-    rows.head[r] = kv_head * plan.group + (first + r) % plan.group;
+    rows.head[r] = kv_head * plan.group + member;
     rows.query[r] = query;
     rows.begin[r] = params.window_left < 0 ? 0 : clamp(position - params.window_left, 0, end);
     rows.end[r] = end;
-    rows.mask[r] = masked ? at<char>(params.mask, 0, 0, 0) +
-                                mask_bytes(params.mask.dtype) *
-                                    (b * params.mask.stride[0] + rows.head[r] * params.mask.stride[1] +
-                                     query * params.mask.stride[2])
-                          : nullptr;
+    rows.mask[r] = nullptr;
+    if (masked) {
+      const int64_t element = b * mask.stride[0] + rows.head[r] * mask.stride[1] + query * mask.stride[2];
+      rows.mask[r] = static_cast<const char*>(mask.data) + element * mask_bytes(mask.dtype);
+      rows.same_mask &= rows.mask[r] == rows.mask[0];
+    }
     rows.maximum[r] = -kInfinity;
     rows.sum[r] = 0;
+    if (++member == plan.group) {
+      member = 0;
+      ++query;
+    }
   }
 }
 
-// The keys that any of rows [first, last) sees: false if none does.
-inline bool visible_keys(const Rows& rows, int first, int last, int64_t& begin, int64_t& end) {
-  begin = INT64_MAX;
-  end = 0;
-  for (int r = first; r < last; ++r) {
+// The keys that some row of [first, first + count) sees; begin >= end if none does.
+inline Range visible_keys(const Rows& rows, int first, int count) {
+  Range range{INT64_MAX, 0};
+  for (int r = first; r < first + count; ++r) {
     if (rows.begin[r] >= rows.end[r]) continue;
-    begin = rows.begin[r] < begin ? rows.begin[r] : begin;
-    end = rows.end[r] > end ? rows.end[r] : end;
+    range.begin = rows.begin[r] < range.begin ? rows.begin[r] : range.begin;
+    range.end = rows.end[r] > range.end ? rows.end[r] : range.end;
   }
-  return begin < end;
+  return range;
 }
 
 template <typename T>
@@ -84,13 +98,11 @@ void store_row(const float* source, float factor, int64_t count, T* target) {
 }
 
 inline void store_output(const Params& params, int64_t b, int64_t h, int64_t i, const float* source, float factor) {
+  const int64_t count = params.value_dim;
   switch (params.o.dtype) {
-    case FLASHONNX_FLOAT16:
-      return store_row(source, factor, params.value_dim, const_cast<Half*>(at<Half>(params.o, b, h, i)));
-    case FLASHONNX_BFLOAT16:
-      return store_row(source, factor, params.value_dim, const_cast<BFloat16*>(at<BFloat16>(params.o, b, h, i)));
-    default:
-      return store_row(source, factor, params.value_dim, const_cast<float*>(at<float>(params.o, b, h, i)));
+    case FLASHONNX_FLOAT16: return store_row(source, factor, count, at<Half>(params.o, b, h, i));
+    case FLASHONNX_BFLOAT16: return store_row(source, factor, count, at<BFloat16>(params.o, b, h, i));
+    default: return store_row(source, factor, count, at<float>(params.o, b, h, i));
   }
 }
 
@@ -100,7 +112,7 @@ void mean_value(const Params& params, int64_t b, int64_t kv_head, float* mean) {
   const int64_t length = key_length(params, b);
   double sum[kMaxHeadDim + kPad] = {};
   for (int64_t n = 0; n < length; ++n) {
-    const T* value = at<T>(params.v, b, kv_head, n);
+    const T* value = at<const T>(params.v, b, kv_head, n);
     for (int64_t d = 0; d < params.value_dim; d += kWidth) {
       const Vec x = load_upto(value + d, params.value_dim - d);
       for (int i = 0; i < kWidth; ++i) sum[d + i] += x[i];
@@ -111,31 +123,31 @@ void mean_value(const Params& params, int64_t b, int64_t kv_head, float* mean) {
   }
 }
 
-// Writes the rows' outputs. `o` holds their weighted sums and is used up.
+// Writes the rows' outputs. `o` holds their weighted sums, and anything at all for a row that saw no key.
 template <typename T>
-void finish_rows(const Params& params, const Plan& plan, int64_t b, int64_t kv_head, Rows& rows, float* o) {
+void finish_rows(const Params& params, const Plan& plan, int64_t b, int64_t kv_head, const Rows& rows, float* o) {
   const bool sinks = params.sinks.dtype != FLASHONNX_NONE;
-  const float* mean = nullptr;
+  const bool use_mean = params.empty_row == FLASHONNX_EMPTY_ROW_MEAN && !sinks;
+  const float* empty_output = nullptr;
   for (int r = 0; r < rows.count; ++r) {
     const int64_t h = rows.head[r];
-    float* row = o + r * plan.padded_value_dim;
     const float maximum = rows.maximum[r];
-    float sum = rows.sum[r];
-    const bool empty = sum == 0;
+    const float sum = rows.sum[r];
+    float* row = o + r * plan.padded_value_dim;
     if (params.lse.dtype != FLASHONNX_NONE) {
-      *const_cast<float*>(at<float>(params.lse, b, h, rows.query[r])) =
-          empty ? -kInfinity : maximum + __builtin_logf(sum);
+      *at<float>(params.lse, b, h, rows.query[r]) = sum == 0 ? -kInfinity : maximum + __builtin_logf(sum);
     }
-    float factor = empty ? 0.0f : 1.0f / sum;
-    if (empty && !sinks && params.empty_row == FLASHONNX_EMPTY_ROW_MEAN) {
-      if (mean == nullptr) {
-        mean_value<T>(params, b, kv_head, row);
-        mean = row;
+    if (sum == 0) {
+      if (empty_output == nullptr) {
+        empty_output = row;
+        __builtin_memset(row, 0, plan.padded_value_dim * sizeof(float));
+        if (use_mean) mean_value<T>(params, b, kv_head, row);
       }
-      store_output(params, b, h, rows.query[r], mean, 1.0f);
+      store_output(params, b, h, rows.query[r], empty_output, 1.0f);
       continue;
     }
-    if (sinks && !empty) {
+    float factor = 1.0f / sum;
+    if (sinks) {
       const float sink = static_cast<const float*>(params.sinks.data)[h * params.sinks.stride[0]];
       const float top = sink > maximum ? sink : maximum;
       const float weight = __builtin_expf(maximum - top);

@@ -3,6 +3,7 @@
 
 #include <cfloat>
 #include <cstdint>
+#include <utility>
 
 #if defined(__F16C__)
 #include <immintrin.h>
@@ -122,18 +123,36 @@ FLASHONNX_INLINE void store_part(T* p, Vec x, int count) {
   for (int i = 0; i < count; ++i) p[i] = part[i];
 }
 
-// -- across lanes
-
-FLASHONNX_INLINE float sum_lanes(Vec x) {
-  float sum = 0;
-  for (int i = 0; i < kWidth; ++i) sum += x[i];
-  return sum;
+// min(count, kWidth) elements.
+template <typename T>
+FLASHONNX_INLINE Vec load_upto(const T* p, int64_t count) {
+  return count >= kWidth ? load(p) : load_part(p, static_cast<int>(count));
 }
 
+// -- across lanes
+
+template <int... kIndex>
+using Lanes = std::integer_sequence<int, kIndex...>;
+using AllLanes = std::make_integer_sequence<int, kWidth>;
+
+// Lane i of the result is lane i ^ kDistance of x.
+template <int kDistance, int... kIndex>
+FLASHONNX_INLINE Vec swap_lanes(Vec x, Lanes<kIndex...>) {
+  return __builtin_shufflevector(x, x, (kIndex ^ kDistance)...);
+}
+
+template <int kDistance = kWidth / 2>
+FLASHONNX_INLINE float sum_lanes(Vec x) {
+  x += swap_lanes<kDistance>(x, AllLanes{});
+  if constexpr (kDistance > 1) return sum_lanes<kDistance / 2>(x);
+  return x[0];
+}
+
+template <int kDistance = kWidth / 2>
 FLASHONNX_INLINE float max_lanes(Vec x) {
-  float result = x[0];
-  for (int i = 1; i < kWidth; ++i) result = x[i] > result ? x[i] : result;
-  return result;
+  x = max(x, swap_lanes<kDistance>(x, AllLanes{}));
+  if constexpr (kDistance > 1) return max_lanes<kDistance / 2>(x);
+  return x[0];
 }
 
 FLASHONNX_INLINE bool any(IntVec mask) {
@@ -142,36 +161,90 @@ FLASHONNX_INLINE bool any(IntVec mask) {
   return result != 0;
 }
 
-#if defined(__AVX512F__)
-#define FLASHONNX_LOW(a, b) \
-  __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
-#define FLASHONNX_HIGH(a, b) \
-  __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
-#elif defined(__AVX2__)
-#define FLASHONNX_LOW(a, b) __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
-#define FLASHONNX_HIGH(a, b) __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
-#else
-#define FLASHONNX_LOW(a, b) __builtin_shufflevector(a, b, 0, 4, 1, 5)
-#define FLASHONNX_HIGH(a, b) __builtin_shufflevector(a, b, 2, 6, 3, 7)
-#endif
+// A Vec is kQuads quads of 4 lanes, and what crosses quads is dear, so the two below work within them.
+constexpr int kQuads = kWidth / 4;
 
-// Transposes a kWidth x kWidth block: log2(kWidth) perfect shuffles of its rows.
-FLASHONNX_INLINE void transpose(Vec (&rows)[kWidth]) {
-#pragma GCC unroll 4
-  for (int step = 1; step < kWidth; step *= 2) {
-    Vec shuffled[kWidth];
-#pragma GCC unroll 8
-    for (int i = 0; i < kWidth / 2; ++i) {
-      shuffled[2 * i] = FLASHONNX_LOW(rows[i], rows[i + kWidth / 2]);
-      shuffled[2 * i + 1] = FLASHONNX_HIGH(rows[i], rows[i + kWidth / 2]);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < kWidth; ++i) rows[i] = shuffled[i];
-  }
+// Lane i of quad l of the result is lane kPick[i] of quad l of a (below 4) or b (4 and up).
+template <int k0, int k1, int k2, int k3, int... kIndex>
+FLASHONNX_INLINE Vec pick(Vec a, Vec b, Lanes<kIndex...>) {
+  constexpr int kPick[4] = {k0, k1, k2, k3};
+  return __builtin_shufflevector(a, b, (kIndex / 4 * 4 + kPick[kIndex % 4] % 4 + kPick[kIndex % 4] / 4 * kWidth)...);
 }
 
-#undef FLASHONNX_LOW
-#undef FLASHONNX_HIGH
+template <int k0, int k1, int k2, int k3>
+FLASHONNX_INLINE Vec pick(Vec a, Vec b) {
+  return pick<k0, k1, k2, k3>(a, b, AllLanes{});
+}
+
+// Quad l is the 4 elements at p + l * step.
+FLASHONNX_INLINE Vec load_quads(const float* p, int64_t step) {
+  typedef float Quad __attribute__((vector_size(16)));
+  Quad quads[kQuads];
+#pragma GCC unroll 4
+  for (int l = 0; l < kQuads; ++l) __builtin_memcpy(&quads[l], p + l * step, sizeof(Quad));
+#if defined(__AVX512F__)
+  const auto low = __builtin_shufflevector(quads[0], quads[1], 0, 1, 2, 3, 4, 5, 6, 7);
+  const auto high = __builtin_shufflevector(quads[2], quads[3], 0, 1, 2, 3, 4, 5, 6, 7);
+  return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+#elif defined(__AVX2__)
+  return __builtin_shufflevector(quads[0], quads[1], 0, 1, 2, 3, 4, 5, 6, 7);
+#else
+  return quads[0];
+#endif
+}
+
+template <typename T>
+FLASHONNX_INLINE Vec load_quads(const T* p, int64_t step) {
+  typedef uint64_t Quads __attribute__((vector_size(2 * kWidth)));
+  Quads quads;
+#pragma GCC unroll 4
+  for (int l = 0; l < kQuads; ++l) {
+    uint64_t bits;
+    __builtin_memcpy(&bits, p + l * step, sizeof bits);
+    quads[l] = bits;
+  }
+  return widen((ShortVec)quads, T{});
+}
+
+// The even (kOdd = 0) or odd quads of a, then those of b.
+template <int kOdd, int... kIndex>
+FLASHONNX_INLINE Vec every_other_quad(Vec a, Vec b, Lanes<kIndex...>) {
+  return __builtin_shufflevector(a, b, ((kIndex / 4 * 2 + kOdd) * 4 + kIndex % 4)...);
+}
+
+// Neighbouring quads of a, then of b, added up.
+FLASHONNX_INLINE Vec add_neighbours(Vec a, Vec b) {
+  return every_other_quad<0>(a, b, AllLanes{}) + every_other_quad<1>(a, b, AllLanes{});
+}
+
+// Transposes the 4 x 4 blocks that quad l of the four rows makes, for each l.
+FLASHONNX_INLINE void transpose_quads(Vec (&rows)[4]) {
+  const Vec a = pick<0, 4, 1, 5>(rows[0], rows[1]);
+  const Vec b = pick<2, 6, 3, 7>(rows[0], rows[1]);
+  const Vec c = pick<0, 4, 1, 5>(rows[2], rows[3]);
+  const Vec d = pick<2, 6, 3, 7>(rows[2], rows[3]);
+  rows[0] = pick<0, 1, 4, 5>(a, c);
+  rows[1] = pick<2, 3, 6, 7>(a, c);
+  rows[2] = pick<0, 1, 4, 5>(b, d);
+  rows[3] = pick<2, 3, 6, 7>(b, d);
+}
+
+// Lane n of the result is the sum of sums[n].
+FLASHONNX_INLINE Vec sum_each(const Vec (&sums)[kWidth]) {
+  Vec quads[kQuads];  // lane i of the quads of quads[n] adds up to sums[4 n + i]
+#pragma GCC unroll 4
+  for (int n = 0; n < kQuads; ++n) {
+    Vec rows[4] = {sums[4 * n], sums[4 * n + 1], sums[4 * n + 2], sums[4 * n + 3]};
+    transpose_quads(rows);
+    quads[n] = (rows[0] + rows[1]) + (rows[2] + rows[3]);
+  }
+#pragma GCC unroll 2
+  for (int count = kQuads; count > 1; count /= 2) {
+#pragma GCC unroll 2
+    for (int n = 0; n < count / 2; ++n) quads[n] = add_neighbours(quads[2 * n], quads[2 * n + 1]);
+  }
+  return quads[0];
+}
 
 // -- functions
 

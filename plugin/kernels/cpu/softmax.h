@@ -1,4 +1,4 @@
-// The online softmax of one row.
+// The online softmax of one row of scores, columns [begin, end) of a tile; whole vectors are read and written.
 #pragma once
 
 #include "simd.h"
@@ -12,19 +12,38 @@ inline void apply_softcap(float* scores, float cap, int begin, int end) {
   }
 }
 
-// e^x of one number, as every row of a vector sees it.
-inline float exp_nonpositive(float x) { return exp_nonpositive(broadcast(x))[0]; }
+// Adds biases and returns the largest of the sums and `largest`. Only a bias of exactly -inf masks: it wins over whatever stands in the
+// score, and a sum of finite numbers that overflows stays finite, so that a row of finfo.min everywhere still has keys.
+inline Vec add_biases(float* scores, const float* biases, int begin, int end, Vec largest) {
+  for (int n = begin; n < end; n += kWidth) {
+    const Vec bias = load_upto(biases + n, end - n);
+    Vec sum = load(scores + n) + bias;
+    sum = sum < -FLT_MAX ? Vec{} - FLT_MAX : sum;
+    sum = bias == -kInfinity ? Vec{} - kInfinity : sum;
+    largest = max(sum, largest);
+    store(scores + n, sum);
+  }
+  return largest;
+}
 
-// Turns scores [begin, end) into weights e^(score - maximum), updates the row's running maximum and sum and returns the factor that
-// brings earlier weights to the new maximum. With kKeep, a weight is 0 only where the score is -inf: a masked key is told from one
-// whose weight merely underflows.
-template <bool kKeep>
-float update_row(float* scores, int begin, int end, float& maximum, float& sum) {
-  Vec largest = broadcast(maximum);
+inline Vec find_largest(const float* scores, int begin, int end, Vec largest) {
   for (int n = begin; n < end; n += kWidth) largest = max(load(scores + n), largest);
-  const float previous = maximum;
-  maximum = max_lanes(largest);
-  const Vec base = broadcast(maximum == -kInfinity ? 0.0f : maximum);  // -inf - -inf would be NaN
+  return largest;
+}
+
+// Masks columns outside of [from, to), up to the end of the last vector. Answers whether there were any.
+inline bool mask_outside(float* scores, int begin, int end, int64_t from, int64_t to) {
+  const int padded_end = begin + (end - begin + kWidth - 1) / kWidth * kWidth;
+  if (from <= begin && to >= padded_end) return false;
+  for (int n = begin; n < padded_end && n < from; ++n) scores[n] = -kInfinity;
+  for (int n = to < begin ? begin : static_cast<int>(to); n < padded_end; ++n) scores[n] = -kInfinity;
+  return true;
+}
+
+// Turns scores into weights e^(score - base) and returns their sum. With kKeep, a weight is 0 only where the score is -inf: a masked key
+// is told from one whose weight underflows.
+template <bool kKeep>
+float exponentiate(float* scores, int begin, int end, float base) {
   Vec total{};
   for (int n = begin; n < end; n += kWidth) {
     const Vec score = load(scores + n);
@@ -33,9 +52,7 @@ float update_row(float* scores, int begin, int end, float& maximum, float& sum) 
     total += weight;
     store(scores + n, weight);
   }
-  const float rescale = previous == maximum ? 1.0f : exp_nonpositive(previous - base[0]);
-  sum = sum * rescale + sum_lanes(total);
-  return rescale;
+  return sum_lanes(total);
 }
 
 }  // namespace flashonnx::cpu::FLASHONNX_CPU_ISA

@@ -9,10 +9,10 @@
 namespace flashonnx::cpu {
 
 constexpr int kKeyTile = 128;   // keys packed at a time: K and V tiles of D = 64 are 32 KiB each
-constexpr int kMaxRows = 192;   // query rows that share a packed key tile; packing costs about 1/rows of the products
+constexpr int kMaxRows = 240;   // query rows that share a packed key tile: packing costs a few products per row
 constexpr int kMinRows = 48;    // ... and where the head dimension is large
 constexpr int kBlockRows = 24;  // rows whose scores are alive at a time: 24 x 128 floats, a third of the L1 cache
-constexpr int kRowStep = 12;    // a multiple of every micro-kernel's rows
+constexpr int kDirectRows = 4;  // up to which keys are not packed
 constexpr int kPad = 32;        // widest panel of any instruction set; head dimensions are padded to it in scratch
 constexpr int kMaxHeadDim = 512;
 
@@ -24,11 +24,11 @@ struct Plan {
   int64_t rows;
   int64_t row_tiles;
   int64_t tasks;
-  bool thin;           // so few rows that packing does not pay
+  bool direct;         // so few rows that packing does not pay
   int64_t padded_head_dim;
   int64_t padded_value_dim;
   // Scratch of a worker, in floats: offsets of the parts and the whole.
-  int64_t q, o, k, v, scores, bias, scratch;
+  int64_t q, o, k, v, scores, biases, scratch;
 };
 
 namespace generic {

@@ -1,0 +1,98 @@
+// Key tiles for many rows: K transposed and V in panels, as float32, in the order in which the micro-kernels read them.
+#pragma once
+
+#include "gemm.h"
+#include "task.h"
+
+namespace flashonnx::cpu::FLASHONNX_CPU_ISA {
+
+// Keys [begin, end) of a tile: panel n / kPanel holds dim x kPanel. Columns up to the next whole vector are zeros.
+template <typename T>
+void pack_keys(const T* source, int64_t stride, int64_t dim, int begin, int end, float* target) {
+  for (int first = begin; first < end; first += kWidth) {
+    float* panel = target + first / kPanel * kPanel * dim + first % kPanel;
+    const T* keys = source + first * stride;
+    int64_t d = 0;
+    if (end - first >= kWidth) {
+      for (; d + 4 <= dim; d += 4) {
+        Vec rows[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) rows[i] = load_quads(keys + i * stride + d, 4 * stride);
+        transpose_quads(rows);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) store(panel + (d + i) * kPanel, rows[i]);
+      }
+    }
+    for (; d < dim; ++d) {
+      T column[kWidth] = {};
+      for (int n = 0; n < kWidth && first + n < end; ++n) column[n] = keys[n * stride + d];
+      store(panel + d * kPanel, load(column));
+    }
+  }
+}
+
+// Values [begin, end) of a tile: panel d / kPanel holds kKeyTile x kPanel. Answers whether all are finite.
+template <typename T>
+bool pack_values(const T* source, int64_t stride, int64_t dim, int begin, int end, float* target) {
+  Vec zero{};  // stays 0 until an Inf or NaN comes: 0 * Inf = NaN
+  for (int n = begin; n < end; ++n) {
+    for (int64_t d = 0; d < dim; d += kWidth) {
+      const Vec x = load_upto(source + n * stride + d, dim - d);
+      zero += x * 0.0f;
+      store(target + d / kPanel * kKeyTile * kPanel + n * kPanel + d % kPanel, x);
+    }
+  }
+  return !any(zero != zero);
+}
+
+// How rows meet the current tile of keys; Direct has the same functions.
+template <typename T>
+struct Packed {
+  const flashonnx_attention_params& params;
+  const Plan& plan;
+  const T* keys;    // of this batch and key head
+  const T* values;
+  float* k;
+  float* v;
+
+  // Makes keys [begin, end) of the tile at `first` current. Answers whether their values are finite.
+  bool load_tile(int64_t first, int begin, int end) {
+    pack_keys(keys + first * params.k.stride[2], params.k.stride[2], params.head_dim, begin, end, k);
+    return pack_values(values + first * params.v.stride[2], params.v.stride[2], params.value_dim, begin, end, v);
+  }
+
+  // scores = Q K^T, panel by panel so that one stays in the L1 cache for all rows.
+  void compute_scores(const float* q, int rows, int begin, int end, float* scores) const {
+    for (int n = begin; n < end; n += kPanel) {
+      multiply_panel({q, plan.padded_head_dim, k + n * params.head_dim, params.head_dim, scores + n, kKeyTile, nullptr}, rows,
+                     end - n);
+    }
+  }
+
+  // O = rescale O + weights V; rescale is null for the first tile, whose O holds nothing yet.
+  void accumulate(const float* weights, int rows, int begin, int end, const float* rescale, float* o) const {
+    for (int64_t d = 0; d < params.value_dim; d += kPanel) {
+      multiply_panel({weights + begin, kKeyTile, v + d * kKeyTile + begin * kPanel, end - begin, o + d,
+                      plan.padded_value_dim, rescale},
+                     rows, params.value_dim - d);
+    }
+  }
+
+  // The same for a tile with Inf or NaN among its values, which must not reach rows that mask those keys: 0 * Inf is NaN.
+  void accumulate_seen(const float* weights, int rows, int begin, int end, const float* rescale, float* o) const {
+    for (int r = 0; r < rows; ++r) {
+      for (int64_t d = 0; d < params.value_dim; d += kWidth) {
+        const float* column = v + d / kPanel * kPanel * kKeyTile + d % kPanel;
+        float* target = o + r * plan.padded_value_dim + d;
+        Vec sum = rescale == nullptr ? Vec{} : load(target) * rescale[r];
+        for (int n = begin; n < end; ++n) {
+          const float weight = weights[r * kKeyTile + n];
+          if (weight != 0) sum += load(column + n * kPanel) * weight;
+        }
+        store(target, sum);
+      }
+    }
+  }
+};
+
+}  // namespace flashonnx::cpu::FLASHONNX_CPU_ISA
