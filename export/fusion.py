@@ -1,0 +1,191 @@
+"""fuse(): every attention that is proved to be one becomes one node."""
+
+from __future__ import annotations
+
+import os
+
+import onnx
+import onnx_ir as ir
+from flashonnx.export import portable as portable_bodies
+from flashonnx.export import schema
+from flashonnx.export.files import load, save
+from flashonnx.export.report import Report, Site
+from flashonnx.export.rules import RULES, Fusion, RefusalError, Rewrite
+from flashonnx.export.sites import Candidate, find
+
+Model = onnx.ModelProto | ir.Model
+
+
+def fuse(
+    model: str | os.PathLike[str] | onnx.ModelProto | ir.Model,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    portable: bool = True,
+) -> tuple[Model, Report]:
+    """Replaces every attention in `model` that is proved to be one by a flashonnx node.
+
+    Args:
+        model: a file, an onnx.ModelProto or an onnx_ir.Model; it is not changed.
+        output: where to write the result; nothing is written without it. A failure leaves no
+            partly written file.
+        portable: also give the model a function body for each fused node, in standard operators, so
+            that it runs without the library.
+
+    Returns:
+        The fused model (an onnx.ModelProto, or an onnx_ir.Model for one) and the report of every
+        attention site. Weights in external files stay there.
+
+    Raises:
+        FileNotFoundError: there is no such file, or a weight file is missing.
+        ValueError: the file is not a valid ONNX model.
+    """
+    source = load(model)
+    report = fuse_ir(source.model, portable=portable)
+    changed = any(site.fused and site.kind != schema.OP_TYPE for site in report.sites)
+    result = source.result(changed)
+    if output is not None:
+        save(source, output, changed)
+    return result, report
+
+
+def fuse_ir(model: ir.Model, *, portable: bool = True) -> Report:
+    """fuse() in place."""
+    schema.register_schema()
+    fusion = Fusion(model)
+    candidates = find(model, fusion.facts)
+    fused: list[ir.Node] = []
+    sites = []
+    for candidate in candidates:
+        site, node = _one(fusion, candidate)
+        sites.append(site)
+        if node is not None:
+            fused.append(node)
+    notes = _attach(fusion, fused, portable)
+    return Report(tuple(sites), tuple(notes))
+
+
+def _one(fusion: Fusion, candidate: Candidate) -> tuple[Site, ir.Node | None]:
+    """Tries the rules on one site; it stays as it is unless a rule proves its replacement."""
+
+    def left(reason: str) -> tuple[Site, None]:
+        return Site(candidate.name, candidate.kind, False, reason), None
+
+    if candidate.kind == "Attention" and fusion.opset < 23:
+        return left(f"Attention does not exist in opset {fusion.opset}: the model is invalid")
+    if candidate.kind == schema.OP_TYPE:
+        return Site(candidate.name, candidate.kind, True, "already fused"), None
+    if fusion.opset < portable_bodies.MINIMUM_OPSET:
+        return left(
+            f"the model's opset {fusion.opset} is below {portable_bodies.MINIMUM_OPSET}; convert "
+            "it with onnx.version_converter"
+        )
+    rules = [rule for rule in RULES if candidate.kind in rule.kinds]
+    if not rules:
+        return left(f"there is no rule for {candidate.kind} yet")
+    name = candidate.name
+    reasons = []
+    for rule in rules:
+        try:
+            rewrite = rule.rewrite(fusion, candidate)
+        except RefusalError as refusal:
+            reasons.append(str(refusal))
+        except Exception as error:  # a faulty rule must not lose the model
+            reasons.append(f"{type(rule).__name__} failed: {type(error).__name__}: {error}")
+        else:
+            apply(fusion, rewrite)
+            node = rewrite.output.producer()
+            assert node is not None
+            return Site(name, candidate.kind, True, rewrite.remark, describe(fusion, node)), node
+    return left("; ".join(reasons))
+
+
+def apply(fusion: Fusion, rewrite: Rewrite) -> None:
+    """Carries out a replacement and removes what nothing uses any more."""
+    anchor = next(iter(rewrite.replaced)).producer()
+    assert anchor is not None and anchor.graph is not None
+    graph = anchor.graph
+    graph.insert_before(anchor, rewrite.builder.nodes)
+    for old, new in rewrite.replaced.items():
+        dims = fusion.facts.dims(old)
+        if dims is not None:
+            fusion.facts.set_dims(new, dims)
+        new.type, name = old.type or new.type, old.name
+        new.shape = old.shape
+        new.metadata_props.update(old.metadata_props)
+        ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+        old.name = fusion.names.fresh(f"{name}_before") if name else name
+        new.name = name
+    remove_unused(fusion, [anchor, *rewrite.nodes])
+
+
+def remove_unused(fusion: Fusion, nodes: list[ir.Node]) -> None:
+    """Removes those of `nodes` that nothing uses, and what only they used, upstream."""
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node.graph is None or any(v.uses() or v.is_graph_output() for v in node.outputs):
+            continue
+        inputs = [value for value in node.inputs if value is not None]
+        graph = node.graph
+        graph.remove(node, safe=True)
+        for value in inputs:
+            producer = value.producer()
+            if producer is not None:
+                pending.append(producer)
+            elif value.is_initializer() and not (value.uses() or value.is_graph_input() or value.is_graph_output()):
+                owner = value.graph
+                if owner is not None and value.name in owner.initializers:
+                    del owner.initializers[value.name]
+
+
+def _attach(fusion: Fusion, fused: list[ir.Node], portable: bool) -> list[str]:
+    """Imports the domain and adds the portable bodies; what could not be done, in words."""
+    notes: list[str] = []
+    model = fusion.model
+    if not fused:
+        return notes
+    for holder in {_holder(model, node) for node in fused}:
+        holder.opset_imports.setdefault(schema.DOMAIN, schema.VERSION)
+    model.opset_imports.setdefault(schema.DOMAIN, schema.VERSION)
+    if portable:
+        for node in fused:
+            try:
+                portable_bodies.attach(model, fusion.facts, node)
+            except ValueError as error:
+                notes.append(f"no portable body: {error}")
+    for graph in {id(node.graph): node.graph for node in fused}.values():
+        if graph is not None and not _is_sorted(graph):
+            graph.sort()
+    return notes
+
+
+def _holder(model: ir.Model, node: ir.Node) -> ir.Graph | ir.Function:
+    for function in model.functions.values():
+        if node.graph is function or node.graph is function.graph:
+            return function
+    return model.graph
+
+
+def _is_sorted(graph: ir.Graph | ir.Function) -> bool:
+    seen: set[ir.Node] = set()
+    for node in graph:
+        for value in node.inputs:
+            producer = value.producer() if value is not None else None
+            if producer is not None and producer.graph is node.graph and producer not in seen:
+                return False
+        seen.add(node)
+    return True
+
+
+def describe(fusion: Fusion, node: ir.Node) -> str:
+    """A fused node in one line."""
+    rank = fusion.facts.rank(node.inputs[0])
+    parts = [f"{rank}-D"]
+    for name, attribute in node.attributes.items():
+        value = attribute.value
+        parts.append(f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}")
+    for name, value in zip(schema.INPUTS[3:], node.inputs[3:], strict=False):
+        if value is not None:
+            dims = fusion.facts.dims(value)
+            parts.append(f"{name} ({', '.join(map(str, dims))})" if dims is not None else name)
+    return f"{schema.OP_TYPE}({', '.join(parts)})"

@@ -1,0 +1,292 @@
+"""Finding the tensors that Q, K, V and the output really are, so that transposes vanish.
+
+Each operand can be taken at several places of its layout chain. A place fits the three-dimensional
+form when its elements lie as (batch | sequence | heads x size), the four-dimensional one when they
+lie as (batch | heads | sequence | size); the cheapest form for all four tensors together wins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import onnx_ir as ir
+from flashonnx.export.build import Builder
+from flashonnx.export.dims import Dim, product
+from flashonnx.export.facts import Facts
+from flashonnx.export.products import Labels
+from flashonnx.export.rules.scores import RefusalError
+from flashonnx.export.views import LAYOUT_OPERATORS, Axis, Factor, View, peel, regroup
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """A tensor of a product, its axes named by `labels`."""
+
+    value: ir.Value
+    labels: Labels
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """How the batch axes of the scores divide into batch and heads."""
+
+    batch: Dim
+    heads: Dim
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """One way to hand a tensor to the operator in the form of `rank` dimensions."""
+
+    rank: int
+    cost: int
+    build: Callable[[Builder], ir.Value]
+    factor: float
+    heads: Dim
+    sequence: Dim
+    size: Dim
+
+
+@dataclasses.dataclass(frozen=True)
+class Exit:
+    """One way to give the operator's output of `rank` dimensions back to the graph."""
+
+    rank: int
+    cost: int
+    replaces: ir.Value
+    build: Callable[[Builder, ir.Value], ir.Value]
+
+
+def groupings(facts: Facts, query: Operand, batch: Labels) -> Iterator[Heads]:
+    """The ways to divide the batch axes into batch and heads, the likeliest first."""
+    seen = set()
+    for peeled in peel(facts, query.value, scales=True):
+        axes = [peeled.view.axes[query.labels.index(label)] for label in batch]
+        if any(factor.repeats for axis in axes for factor in axis):
+            continue
+        factors = [factor.size for axis in axes for factor in axis]
+        if len(batch) >= 2:
+            options = [len(factors) - len(axes[-1])]
+        else:
+            options = [len(factors)]
+            if len(factors) > 1 and factors[-1].value is not None:
+                options.insert(0, len(factors) - 1)
+        for cut in options:
+            heads = Heads(product(factors[:cut]), product(factors[cut:]))
+            if heads not in seen:
+                seen.add(heads)
+                yield heads
+
+
+def places(
+    facts: Facts,
+    operand: Operand,
+    batch: Labels,
+    sequence: str,
+    size: str,
+    heads: Heads,
+    *,
+    is_query: bool,
+    scales: bool,
+) -> list[Place]:
+    """Every way to hand `operand` to the operator, given how batch and heads divide."""
+    found = []
+    for peeled in peel(facts, operand.value, scales=scales):
+        view = peeled.view
+        parts = _parts(view, operand.labels, batch, sequence, size, heads)
+        if parts is None:
+            continue
+        view, b, h, s, d = parts
+        kept = tuple(factor for factor in h if not factor.repeats)
+        if h != kept + h[len(kept) :] or any(f.repeats for f in (*b, *s, *d)):
+            continue  # heads repeated as a whole (h % Hkv), or repeats elsewhere
+        if is_query and h != kept:
+            continue
+        if product(f.size for f in h) != heads.heads and h:
+            continue
+        counts = (product(f.size for f in axis) for axis in (kept, s, d))
+        sizes = tuple(counts)
+        for rank, cost, build in _forms(view, b, kept, s, d):
+            found.append(Place(rank, cost, build, peeled.factor, *sizes))
+    return found
+
+
+def _parts(
+    view: View, labels: Labels, batch: Labels, sequence: str, size: str, heads: Heads
+) -> tuple[View, Axis, Axis, Axis, Axis] | None:
+    """The factors of batch, heads, sequence and size; None when they do not divide so."""
+    named = {label: index for index, label in enumerate(labels)}
+    if len(batch) >= 2:
+        groups = [named[label] for label in batch]
+        b = tuple(f for index in groups[:-1] for f in view.axes[index])
+        h = view.axes[groups[-1]]
+        if product(f.size for f in b) != heads.batch:
+            return None
+    else:
+        merged = view.axes[named[batch[0]]] if batch else ()
+        total = product(f.size for f in merged)
+        rest = total.divided_by(heads.batch)
+        divided = (
+            regroup(View(view.source, view.layout, (merged,)), (heads.batch, rest)) if (rest is not None) else None
+        )
+        if divided is None:
+            return None
+        b, h = divided.axes
+        axes = list(view.axes)
+        if batch:
+            axes[named[batch[0]]] = (*b, *h)
+        view = View(divided.source, divided.layout, tuple(axes))
+    return view, b, h, view.axes[named[sequence]], view.axes[named[size]]
+
+
+def _forms(view: View, b: Axis, h: Axis, s: Axis, d: Axis) -> Iterator[tuple[int, int, Callable[[Builder], ir.Value]]]:
+    source, layout = view.source, view.layout
+    heads, size = product(f.size for f in h).value, product(f.size for f in d).value
+    if layout == (b, s, h + d):
+        yield 3, 0, lambda builder: source
+    if layout == (b, h, s, d):
+        yield 4, 0, lambda builder: source
+    if layout == (b, s, h, d) and heads is not None and size is not None:
+        shape = [0, 0, heads * size]
+        yield 3, 1, lambda builder: builder.op("Reshape", source, builder.ints(shape))
+    if layout == (s, h + d) and not b:
+        yield 3, 1, lambda builder: builder.op("Unsqueeze", source, builder.ints([0]))
+    if len(layout) == 4:
+        for perm in itertools.permutations(range(4)):
+            if perm != (0, 1, 2, 3) and tuple(layout[i] for i in perm) == (b, h, s, d):
+                yield 4, 2, lambda builder, perm=perm: builder.op("Transpose", source, perm=perm)
+                break
+    if len(layout) == 3:
+        for perm in itertools.permutations(range(3)):
+            if perm != (0, 1, 2) and tuple(layout[i] for i in perm) == (b, s, h + d):
+                yield 3, 2, lambda builder, perm=perm: builder.op("Transpose", source, perm=perm)
+                break
+
+
+def exits(
+    facts: Facts,
+    value: ir.Value,
+    labels: Labels,
+    batch: Labels,
+    query: str,
+    size: str,
+    heads: Heads,
+    query_size: Dim,
+    value_size: Dim,
+) -> list[Exit]:
+    """Every way to replace `value`, or a later layout of it, by the operator's output."""
+
+    def axis(size: Dim) -> Axis:
+        return () if size == 1 else (Factor(size),)
+
+    b, h, s, d = (axis(dim) for dim in (heads.batch, heads.heads, query_size, value_size))
+    dims = facts.dims(value)
+    if dims is None:
+        return []
+    named: dict[str, Axis] = {query: s, size: d}
+    if len(batch) >= 2:
+        named[batch[-1]] = h
+        named[batch[0]] = b
+        if len(batch) > 2:
+            return []
+    elif batch:
+        named[batch[0]] = b + h
+    view = View(value, (), tuple(named[label] for label in labels))
+    found = []
+    while True:
+        found += list(_returns(view, value, b, h, s, d))
+        users = [use.node for use in value.uses()]
+        if value.is_graph_output() or len(users) != 1 or users[0].domain:
+            return found
+        node = users[0]
+        if node.op_type not in LAYOUT_OPERATORS or node.op_type == "Expand":
+            return found
+        after = view.after(facts, node)
+        if after is None:
+            return found
+        view, value = after, node.outputs[0]
+
+
+def _returns(view: View, value: ir.Value, b: Axis, h: Axis, s: Axis, d: Axis) -> Iterator[Exit]:
+    axes = view.axes
+    heads, size = product(f.size for f in h).value, product(f.size for f in d).value
+    flat = tuple(factor for axis in axes for factor in axis)
+    if axes == (b, s, h + d):
+        yield Exit(3, 0, value, lambda builder, y: y)
+    elif flat == b + s + h + d:
+        if axes == (b, s, h, d) and heads is not None and size is not None:
+            yield Exit(3, 1, value, lambda builder, y: builder.op("Reshape", y, builder.ints([0, 0, heads, size])))
+        elif (shape := _same_reshape(value)) is not None:
+            yield Exit(3, 1, value, shape)
+        elif axes == (s, h + d) and not b:
+            yield Exit(3, 1, value, lambda builder, y: builder.op("Squeeze", y, builder.ints([0])))
+    elif len(axes) == 4 and None not in (heads, size):
+        for perm in itertools.permutations(range(4)):
+            if tuple((b, s, h, d)[i] for i in perm) == axes:
+                yield Exit(
+                    3,
+                    3,
+                    value,
+                    lambda builder, y, perm=perm: builder.op(
+                        "Transpose", builder.op("Reshape", y, builder.ints([0, 0, heads, size])), perm=perm
+                    ),
+                )
+                break
+    elif len(axes) == 3:
+        for perm in itertools.permutations(range(3)):
+            if tuple((b, s, h + d)[i] for i in perm) == axes:
+                yield Exit(3, 2, value, lambda builder, y, perm=perm: builder.op("Transpose", y, perm=perm))
+                break
+    if axes == (b, h, s, d):
+        yield Exit(4, 0, value, lambda builder, y: y)
+    elif flat == b + h + s + d and (shape := _same_reshape(value)) is not None:
+        yield Exit(4, 1, value, shape)
+    elif len(axes) == 4:
+        for perm in itertools.permutations(range(4)):
+            if tuple((b, h, s, d)[i] for i in perm) == axes:
+                yield Exit(4, 2, value, lambda builder, y, perm=perm: builder.op("Transpose", y, perm=perm))
+                break
+
+
+def _same_reshape(value: ir.Value) -> Callable[[Builder, ir.Value], ir.Value] | None:
+    """The Reshape that made `value`, for another input, if its target means the same on any."""
+    node = value.producer()
+    if node is None or node.op_type != "Reshape" or node.domain:
+        return None
+    target = node.inputs[1]
+    tensor = ir.convenience.get_const_tensor(target) if target is not None else None
+    attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+    if not attributes.get("allowzero") and (tensor is None or (tensor.numpy() == 0).any()):
+        return None
+    return lambda builder, y: builder.op("Reshape", y, target, **attributes)
+
+
+def cheapest(tensors: Sequence[Sequence[Place]], ways_out: Sequence[Exit]) -> tuple[list[Place], Exit]:
+    """One place for each tensor and one exit, all of the same rank, at the lowest cost.
+
+    Raises:
+        RefusalError: the tensors have no form in common.
+    """
+    best: tuple[int, list[Place], Exit] | None = None
+    for rank in (3, 4):
+        chosen = [_lowest([place for place in tensor if place.rank == rank]) for tensor in tensors]
+        ways = [way for way in ways_out if way.rank == rank]
+        if any(place is None for place in chosen) or not ways:
+            continue
+        way = min(reversed(ways), key=lambda way: way.cost)
+        kept = [place for place in chosen if place is not None]
+        cost = sum(place.cost for place in kept) + way.cost
+        if best is None or cost < best[0]:
+            best = cost, kept, way
+    if best is None:
+        raise RefusalError(
+            "the layouts of Q, K, V and the output are not (batch, heads, sequence, size) or "
+            "(batch, sequence, heads * size), as far as the shapes in the model tell"
+        )
+    return best[1], best[2]
+
+
+def _lowest(options: Sequence[Place]) -> Place | None:
+    return min(options, key=lambda place: place.cost) if options else None

@@ -1,0 +1,258 @@
+"""The terms between product and softmax, turned into the operator's mask input."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+from flashonnx.export.build import Builder
+from flashonnx.export.dims import Dim, product
+from flashonnx.export.facts import Dims, Facts, is_unknown
+from flashonnx.export.masks import MaskReducer, is_false, is_true, is_zero
+from flashonnx.export.products import Labels, Roles
+from flashonnx.export.rules.layouts import Heads
+from flashonnx.export.rules.scores import RefusalError, Term, is_minus_infinity
+from flashonnx.export.views import Axis, View, peel, regroup
+
+# A finite fill below this cannot reach a probability beside a score of sane size.
+_NEGLIGIBLE = -1e4
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskInput:
+    """The mask input (None: none is needed) and what becomes of rows that see no key."""
+
+    value: ir.Value | None = None
+    empty_row: str = "zero"
+    remark: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreAxes:
+    """The axes of the scores, in their order, and how they divide."""
+
+    labels: Labels
+    dims: Dims
+    roles: Roles
+    heads: Heads
+
+
+class MaskBuilder:
+    """Builds the mask input of one site."""
+
+    def __init__(
+        self,
+        facts: Facts,
+        reducer: MaskReducer,
+        builder: Builder,
+        axes: ScoreAxes,
+        keys: ir.Value,
+        keys_axis: int,
+        dtype: ir.DataType,
+    ) -> None:
+        self.facts = facts
+        self.reducer = reducer
+        self.builder = builder
+        self.axes = axes
+        self.keys = keys
+        self.keys_axis = keys_axis
+        self.dtype = dtype
+
+    def build(self, terms: Sequence[Term], guarded: bool) -> MaskInput:
+        """One mask input for all `terms`.
+
+        Raises:
+            RefusalError: they do not add up to a mask that the operator has.
+        """
+        terms = [term for term in terms if not self._does_nothing(term)]
+        for term in terms:
+            self._check(term.value)
+        fills = {term.number for term in terms if not term.is_bias}
+        finite = {number for number in fills if not is_minus_infinity(number)}
+        if finite and (len(fills) > 1 or max(finite) > _NEGLIGIBLE):
+            raise RefusalError(f"masked scores are filled with {sorted(fills)}; use -inf or finfo.min")
+        if finite and terms[-1].is_bias:
+            raise RefusalError("a bias is added after masked scores were filled with a finite number")
+        bias = self._sum([self._bias(term) for term in terms if term.is_bias])
+        allowed = self._all([self._allowed(term) for term in terms if not term.is_bias])
+        if allowed is None:
+            return MaskInput(self._expanded(bias))
+        empty_row, remark = "mean" if finite else "zero", ""
+        if not finite and not guarded:
+            remark = "a query that sees no key gives 0; it gave NaN before"
+        if bias is None:
+            return MaskInput(self._expanded(allowed), empty_row, remark)
+        kind = self.facts.dtype(bias)
+        assert kind is not None
+        masked = self.builder.constant(np.array(-np.inf, kind.numpy()))
+        joint = self.builder.op("Where", allowed, bias, masked, dtype=kind)
+        self._note_dims(joint, allowed, bias)
+        return MaskInput(self._expanded(joint), empty_row, remark)
+
+    def _does_nothing(self, term: Term) -> bool:
+        if term.is_bias:
+            return is_zero(self.facts, term.value)
+        return (is_true if term.inverted else is_false)(self.facts, term.value)
+
+    def _check(self, value: ir.Value) -> None:
+        """Requires that `value` broadcasts to the scores, not the scores to it."""
+        dims, scores = self.facts.dims(value), self.axes.dims
+        if dims is None:
+            raise RefusalError(f"the rank of the mask '{value.name}' is not known; run onnx.shape_inference first")
+        if len(dims) > len(scores):
+            raise RefusalError(f"the mask '{value.name}' has {len(dims)} dimensions")
+        for size, of_scores in zip(dims[::-1], scores[::-1], strict=False):
+            if not _fits(size, of_scores):
+                size_text = "an unknown size" if is_unknown(size) else f"size {size}"
+                raise RefusalError(
+                    f"the mask '{value.name}' has {size_text} where the scores have {of_scores}; "
+                    "nothing shows that they agree"
+                )
+
+    def _bias(self, term: Term) -> ir.Value:
+        bias = self._placed(self.reducer.reduce(term.value))
+        kind = self.facts.dtype(bias)
+        if kind not in (self.dtype, ir.DataType.FLOAT):
+            raise RefusalError(f"the mask '{term.value.name}' is {_name(kind)}, Q is {_name(self.dtype)}")
+        if term.number != 1.0:
+            number = self.builder.constant(np.array(term.number, kind.numpy()))
+            bias = self._op("Mul", bias, number, dtype=kind)
+        return bias
+
+    def _allowed(self, term: Term) -> ir.Value:
+        condition = self.reducer.reduce(term.value)
+        if term.inverted:
+            return self._placed(condition)
+        node = condition.producer()
+        if node is not None and node.op_type == "Not" and not node.domain:
+            assert node.inputs[0] is not None
+            return self._placed(self.reducer.reduce(node.inputs[0]))
+        return self._op("Not", self._placed(condition), dtype=ir.DataType.BOOL)
+
+    def _sum(self, values: Sequence[ir.Value]) -> ir.Value | None:
+        return self._fold("Add", values)
+
+    def _all(self, values: Sequence[ir.Value]) -> ir.Value | None:
+        return self._fold("And", values)
+
+    def _fold(self, op_type: str, values: Sequence[ir.Value]) -> ir.Value | None:
+        if not values:
+            return None
+        total = values[0]
+        for value in values[1:]:
+            if self.facts.dtype(value) != self.facts.dtype(total):
+                raise RefusalError("two masks of different types are added")
+            total = self._op(op_type, total, value, dtype=self.facts.dtype(total))
+        return total
+
+    def _op(self, op_type: str, *inputs: ir.Value, dtype: ir.DataType | None) -> ir.Value:
+        result = self.builder.op(op_type, *inputs, dtype=dtype)
+        self._note_dims(result, *inputs)
+        return result
+
+    def _note_dims(self, result: ir.Value, *inputs: ir.Value) -> None:
+        from flashonnx.export.masks import broadcast_dims, shape_of
+
+        dims = broadcast_dims(self.facts, list(inputs))
+        if dims is not None:
+            self.facts.set_dims(result, dims)
+            result.shape = shape_of(dims)
+
+    # -- four dimensions (batch, heads, queries, keys)
+
+    def _placed(self, value: ir.Value) -> ir.Value:
+        rank = self.facts.rank(value)
+        if rank == 0:
+            raise RefusalError(f"the mask '{value.name}' is a single number")
+        for peeled in peel(self.facts, value, scales=False):
+            result = self._arranged(peeled.view)
+            if result is not None:
+                return result
+        raise RefusalError(f"the mask '{value.name}' has no layout (batch, heads, queries, keys)")
+
+    def _arranged(self, view: View) -> ir.Value | None:
+        labels, roles = self.axes.labels, self.axes.roles
+        axes = [()] * (len(labels) - len(view.axes)) + list(view.axes)
+        named = {
+            label: tuple(factor for factor in axis if not factor.repeats)
+            for label, axis in zip(labels, axes, strict=True)
+        }
+        batch, heads = self._batch_and_heads(view, [named[label] for label in roles.batch])
+        if batch is None or heads is None:
+            return None
+        wanted = [batch, heads, named[roles.query], named[roles.key]]
+        source, layout = view.source, list(view.layout)
+        if len(layout) >= 2 and layout == wanted[4 - len(layout) :] and not any(wanted[: 4 - len(layout)]):
+            return source
+        present = [axis for axis in wanted if axis]
+        occupied = [axis for axis in layout if axis]
+        if sorted(map(id, _flat(occupied))) != sorted(map(id, _flat(present))):
+            return None
+        if any(axis not in occupied for axis in present):
+            return None
+        ones = [index for index, axis in enumerate(layout) if not axis]
+        dtype = self.facts.dtype(source)
+        result = source
+        if ones:
+            result = self.builder.op("Squeeze", result, self.builder.ints(ones), dtype=dtype)
+        if occupied != present:
+            perm = [occupied.index(axis) for axis in present]
+            result = self.builder.op("Transpose", result, perm=perm, dtype=dtype)
+        missing = [index for index, axis in enumerate(wanted) if not axis]
+        if missing:
+            result = self.builder.op("Unsqueeze", result, self.builder.ints(missing), dtype=dtype)
+        dims = tuple(product(factor.size for factor in axis) for axis in wanted)
+        self.facts.set_dims(result, dims)
+        return result
+
+    def _batch_and_heads(self, view: View, axes: list[Axis]) -> tuple[Axis, Axis] | tuple[None, None]:
+        if len(axes) == 2:
+            return axes[0], axes[1]
+        if not axes or not axes[0]:
+            return (), ()
+        if len(axes) > 2:
+            return None, None
+        total = product(factor.size for factor in axes[0])
+        heads = self.axes.heads
+        for sizes in ((heads.batch, heads.heads), (heads.batch, Dim.of(1)), (Dim.of(1), heads.heads)):
+            if product(sizes) == total:
+                parts = regroup(View(view.source, view.layout, (axes[0],)), sizes)
+                if parts is not None and parts.layout == view.layout:
+                    return parts.axes[0], parts.axes[1]
+        return None, None
+
+    def _expanded(self, mask: ir.Value | None) -> ir.Value | None:
+        """`mask` with as many columns as there are keys: a single column would mean one key."""
+        if mask is None:
+            return None
+        dims = self.facts.dims(mask)
+        keys = self.axes.dims[self.axes.labels.index(self.axes.roles.key)]
+        if dims is not None and (dims[-1] == keys or (_fits(dims[-1], keys) and dims[-1] != 1)):
+            return mask
+        shape = self.builder.op("Shape", self.keys, dtype=ir.DataType.INT64)
+        count = self.builder.op("Gather", shape, self.builder.ints([self.keys_axis]))
+        target = self.builder.op("Concat", self.builder.ints([1, 1, 1]), count, axis=0)
+        return self.builder.op("Expand", mask, target, dtype=self.facts.dtype(mask))
+
+
+def _fits(size: Dim, of_scores: Dim) -> bool:
+    """Whether a mask's dimension is proved to be 1 or the scores'.
+
+    Min(c, n) for a constant c > 1 is n in every run that the original model survives: if it is c
+    and not n, the original's broadcast fails.
+    """
+    if size == 1 or size == of_scores:
+        return True
+    match = re.fullmatch(r"Min\((\d+), (.+)\)", str(size))
+    return match is not None and int(match[1]) > 1 and Dim.parse(match[2]) == of_scores
+
+
+def _flat(axes: Sequence[Axis]) -> list[object]:
+    return [factor for axis in axes for factor in axis]
+
+
+def _name(dtype: ir.DataType | None) -> str:
+    return dtype.name.lower() if dtype is not None else "of unknown type"

@@ -1,0 +1,245 @@
+"""The way from the product of queries and keys to the softmax, and on to the product with V."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import onnx_ir as ir
+from flashonnx.export.facts import Facts
+from flashonnx.export.products import Product, product_of
+from flashonnx.export.views import LAYOUT_OPERATORS, scaling
+
+
+class RefusalError(Exception):
+    """A rule's reason not to fuse, in words for the user."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """A step that changes scores by position, as seen from the scores.
+
+    A bias is added after multiplication by `number`; a mask replaces the scores by `number` where
+    `value` is true (or, `inverted`, where it is false).
+    """
+
+    value: ir.Value
+    number: float
+    is_bias: bool
+    inverted: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """softcap * tanh(scale / softcap * product), then `terms` in order, then softmax."""
+
+    product: Product
+    scale: float
+    softcap: float
+    terms: tuple[Term, ...]
+    nodes: tuple[ir.Node, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """The product with V, and whether a guard turns rows of NaN into zeros on the way there."""
+
+    product: Product
+    probabilities: ir.Value
+    guarded: bool
+    nodes: tuple[ir.Node, ...]
+
+
+_FLOATS = {
+    ir.DataType.FLOAT,
+    ir.DataType.FLOAT16,
+    ir.DataType.BFLOAT16,
+    ir.DataType.DOUBLE,
+}
+
+
+def read_scores(facts: Facts, softmax: ir.Node) -> Scores:
+    """What happens between the first product and `softmax`.
+
+    Raises:
+        RefusalError: something there has no place in the operator.
+    """
+    walk = _Walk(facts)
+    start = softmax.inputs[0]
+    assert start is not None
+    return walk.back(start, _State())
+
+
+@dataclasses.dataclass(frozen=True)
+class _State:
+    """What was met so far on the way back from the softmax."""
+
+    factor: float = 1.0  # the product of the multipliers since the softmax, or since the tanh
+    softcap: float = 0.0
+    terms: tuple[Term, ...] = ()
+    nodes: tuple[ir.Node, ...] = ()
+
+
+class _Walk:
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+
+    def back(self, value: ir.Value, state: _State) -> Scores:
+        node = value.producer()
+        if node is None:
+            raise RefusalError(f"the scores come from '{value.name}', not from a product")
+        product = product_of(self.facts, node)
+        if product is not None:
+            scale = state.factor * product.factor * (state.softcap or 1.0)
+            return Scores(product, scale, state.softcap, state.terms, (*state.nodes, node))
+        state = dataclasses.replace(state, nodes=(*state.nodes, node))
+        scaled = scaling(self.facts, node)
+        if scaled is not None:
+            factor = state.factor * scaled[1]
+            return self.back(scaled[0], dataclasses.replace(state, factor=factor))
+        step = getattr(self, f"_{node.op_type.lower()}", None) if not node.domain else None
+        if step is None:
+            if node.op_type in LAYOUT_OPERATORS:
+                raise RefusalError(
+                    f"the scores are reshaped ({node.op_type} '{node.name}') before the softmax; "
+                    "add the mask to scores of shape (batch, heads, queries, keys) instead"
+                )
+            raise RefusalError(f"{node.op_type} '{node.name}' stands between the product and the softmax")
+        return step(node, state)
+
+    def _identity(self, node: ir.Node, state: _State) -> Scores:
+        return self.back(_input(node, 0), state)
+
+    def _cast(self, node: ir.Node, state: _State) -> Scores:
+        if ir.DataType(node.attributes["to"].as_int()) not in _FLOATS:
+            raise RefusalError(f"the scores are cast to integers ('{node.name}')")
+        return self.back(_input(node, 0), state)
+
+    def _dropout(self, node: ir.Node, state: _State) -> Scores:
+        if not is_inference_dropout(self.facts, node):
+            raise RefusalError(f"dropout '{node.name}' is in training mode")
+        return self.back(_input(node, 0), state)
+
+    def _tanh(self, node: ir.Node, state: _State) -> Scores:
+        if state.softcap:
+            raise RefusalError(f"two Tanh in a row ('{node.name}') on the scores")
+        if state.factor <= 0:
+            raise RefusalError("the softcap is not positive")
+        # Terms met so far come after the softcap, and their factors are settled.
+        return self.back(_input(node, 0), dataclasses.replace(state, softcap=state.factor, factor=1.0))
+
+    def _add(self, node: ir.Node, state: _State) -> Scores:
+        return self._bias(node, state, 1.0)
+
+    def _sub(self, node: ir.Node, state: _State) -> Scores:
+        return self._bias(node, state, -1.0)
+
+    def _bias(self, node: ir.Node, state: _State, sign: float) -> Scores:
+        reasons = []
+        for scores, bias in ((0, 1), (1, 0)):
+            if scores == 1 and sign < 0:
+                continue
+            if self.facts.is_fixed(node.inputs[scores]):
+                continue
+            term = Term(_input(node, bias), sign * state.factor, is_bias=True)
+            try:
+                return self._with_term(_input(node, scores), term, node, state)
+            except RefusalError as reason:
+                reasons.append(reason)
+        raise reasons[0] if reasons else RefusalError(f"'{node.name}' adds no scores")
+
+    def _where(self, node: ir.Node, state: _State) -> Scores:
+        condition = _input(node, 0)
+        for constant, scores, inverted in ((1, 2, False), (2, 1, True)):
+            number = self.facts.uniform(node.inputs[constant])
+            if number is not None and not self.facts.is_fixed(node.inputs[scores]):
+                dims = self.facts.dims(node.inputs[constant])
+                if dims is None or any(size != 1 for size in dims):
+                    # a filled tensor might widen the scores; its size must be the scores'
+                    known = self.facts.dims(node.inputs[scores])
+                    if dims is None or known is None or dims != known[-len(dims) :]:
+                        raise RefusalError(f"the size of the fill of Where '{node.name}' is not known")
+                term = Term(condition, number * state.factor, is_bias=False, inverted=inverted)
+                return self._with_term(_input(node, scores), term, node, state)
+        raise RefusalError(f"Where '{node.name}' does not fill masked scores with one number")
+
+    def _with_term(self, scores: ir.Value, term: Term, node: ir.Node, state: _State) -> Scores:
+        if state.softcap:
+            raise RefusalError(f"'{node.name}' changes scores before the softcap; the operator applies softcap first")
+        return self.back(scores, dataclasses.replace(state, terms=(term, *state.terms)))
+
+
+def read_weights(facts: Facts, softmax: ir.Node) -> Weights:
+    """What happens between `softmax` and the product with V.
+
+    Raises:
+        RefusalError: the probabilities are used otherwise too, or something else stands there.
+    """
+    nodes: list[ir.Node] = []
+    value = softmax.outputs[0]
+    guarded = False
+    while True:
+        if value.is_graph_output():
+            raise RefusalError(
+                f"the probabilities '{value.name}' are an output of the model; export it without output_attentions"
+            )
+        users = [use.node for use in value.uses()]
+        guard = _guard(facts, value, users)
+        if guard is not None:
+            nodes += [node for node in users if node is not guard]
+            guarded, node = True, guard
+        elif len(users) != 1:
+            names = ", ".join(f"{node.op_type} '{node.name}'" for node in users)
+            raise RefusalError(f"the probabilities are used more than once: {names or 'not at all'}")
+        else:
+            node = users[0]
+        product = product_of(facts, node)
+        if product is not None:
+            return Weights(product, value, guarded, (*nodes, node))
+        if guard is None and not _passes(facts, node):
+            raise RefusalError(f"{node.op_type} '{node.name}' stands between the softmax and V")
+        nodes.append(node)
+        value = node.outputs[0]
+
+
+def _guard(facts: Facts, value: ir.Value, users: list[ir.Node]) -> ir.Node | None:
+    """The node Where(IsNaN(value), 0, value), when it and its condition are the only users."""
+    where = [node for node in users if node.op_type == "Where"]
+    tests = [node for node in users if node.op_type == "IsNaN"]
+    if len(users) != 2 or len(where) != 1 or len(tests) != 1:
+        return None
+    condition, fill, kept = where[0].inputs
+    if condition is not tests[0].outputs[0] or kept is not value or facts.uniform(fill) != 0.0:
+        return None
+    if condition.is_graph_output() or len(tuple(condition.uses())) != 1:
+        return None
+    return where[0]
+
+
+def _passes(facts: Facts, node: ir.Node) -> bool:
+    if node.domain:
+        return False
+    if node.op_type == "Cast":
+        return ir.DataType(node.attributes["to"].as_int()) in _FLOATS
+    return node.op_type == "Identity" or is_inference_dropout(facts, node)
+
+
+def is_inference_dropout(facts: Facts, node: ir.Node) -> bool:
+    """Whether `node` is a Dropout that passes its input on."""
+    if node.op_type != "Dropout" or node.domain:
+        return False
+    if any(output.is_graph_output() or output.uses() for output in node.outputs[1:]):
+        return False
+    training = node.inputs[2] if len(node.inputs) > 2 else None
+    return training is None or facts.uniform(training) == 0.0
+
+
+def is_minus_infinity(number: float) -> bool:
+    return math.isinf(number) and number < 0
+
+
+def _input(node: ir.Node, index: int) -> ir.Value:
+    value = node.inputs[index]
+    if value is None:
+        raise RefusalError(f"{node.op_type} '{node.name}' lacks input {index}")
+    return value

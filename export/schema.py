@@ -1,0 +1,244 @@
+"""The operator, once: its name, inputs, outputs, attributes, defaults and their ONNX schema.
+
+Everything else (rules, portable bodies, the report, the exporter) takes names and defaults from
+here. The semantics are those of ONNX ``Attention`` (opset 25 with its errata); see the operator's
+documentation string below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+DOMAIN = "flashonnx"
+VERSION = 1
+OP_TYPE = "FlashAttention"
+
+INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen", "sinks")
+OUTPUTS = ("Y", "present_key", "present_value", "lse")
+
+QKV_LAYOUTS = ("separate", "3hd", "h3d", "gqa", "time_major")
+EMPTY_ROWS = ("zero", "mean")
+
+# None: no default, the attribute is absent unless given.
+ATTRIBUTES: Mapping[str, Any] = MappingProxyType(
+    {
+        "is_causal": 0,
+        "q_num_heads": None,
+        "kv_num_heads": None,
+        "scale": None,
+        "softcap": 0.0,
+        "left_window_size": -1,
+        "right_window_size": -1,
+        "softmax_precision": None,
+        "empty_row": "zero",
+        "qkv_layout": "separate",
+    }
+)
+
+_ATTRIBUTE_TYPES: Mapping[str, str] = MappingProxyType(
+    {
+        "is_causal": "INT",
+        "q_num_heads": "INT",
+        "kv_num_heads": "INT",
+        "scale": "FLOAT",
+        "softcap": "FLOAT",
+        "left_window_size": "INT",
+        "right_window_size": "INT",
+        "softmax_precision": "INT",
+        "empty_row": "STRING",
+        "qkv_layout": "STRING",
+    }
+)
+
+DOC = """
+Exact attention, Y = softmax(softcap(scale * Q K^T) + attn_mask) V, in O(N) memory.
+
+Q, K, V are (batch, sequence, heads * size) or (batch, heads, sequence, size); Y has Q's rank. Past
+and present are (batch, heads, sequence, size). Head counts are required for three dimensions. With
+qkv_layout other than "separate" Q alone carries the packed projections: "3hd" (B, S, 3, H, D),
+"h3d" (B, S, H, 3, D), "gqa" (B, S, (Hq + 2 Hkv) D) or "time_major" (S, B, 3 H D).
+
+Query i sees key j if j <= i + offset (is_causal), and i + offset - left_window_size <= j <= i +
+offset + right_window_size (-1: no bound); offset is the past's length, or nonpad_kv_seqlen[b] minus
+the query's length, or 0. attn_mask (bool: true attends; or an additive float) broadcasts to (batch,
+heads, queries, keys) except in its last dimension, which is padded with -inf when it is shorter
+than the keys. A masked score is a true -inf. A query that sees no key gives 0 (empty_row "zero") or
+the mean of V over all keys below nonpad_kv_seqlen ("mean"). sinks (one float a query head) add
+exp(sink) to the softmax's denominator. lse is the natural logarithm of the sum of exp(scores),
+without the sink. scale defaults to 1 / sqrt(size). Query head h uses key head h // (Hq / Hkv).
+"""
+
+
+def default(name: str) -> Any:
+    """The default of attribute `name`; None when it has none."""
+    return ATTRIBUTES[name]
+
+
+def without_defaults(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """`attributes` in the schema's order, without None and without those at their default.
+
+    Raises:
+        ValueError: an attribute that the operator does not have.
+    """
+    unknown = set(attributes) - set(ATTRIBUTES)
+    if unknown:
+        raise ValueError(f"{OP_TYPE} has no attribute {', '.join(sorted(unknown))}")
+    return {
+        name: attributes[name]
+        for name, value in ATTRIBUTES.items()
+        if attributes.get(name) is not None and attributes[name] != value
+    }
+
+
+def register_schema() -> None:
+    """Makes the operator known to onnx.checker and onnx.shape_inference; idempotent."""
+    import onnx.defs
+
+    if onnx.defs.has(OP_TYPE, DOMAIN):
+        return
+    onnx.defs.register_schema(_schema())
+
+
+def _schema() -> Any:
+    import onnx
+    from onnx.defs import OpSchema
+
+    types = OpSchema.AttrType
+    optional = OpSchema.FormalParameterOption.Optional
+    input_types = {
+        "Q": "T",
+        "K": "T",
+        "V": "T",
+        "attn_mask": "M",
+        "past_key": "T",
+        "past_value": "T",
+        "nonpad_kv_seqlen": "tensor(int64)",
+        "sinks": "tensor(float)",
+    }
+    output_types = {"Y": "T", "present_key": "T", "present_value": "T", "lse": "tensor(float)"}
+    floats = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"]
+
+    def attribute(name: str) -> Any:
+        kind = getattr(types, _ATTRIBUTE_TYPES[name])
+        value = ATTRIBUTES[name]
+        if value is None:
+            return OpSchema.Attribute(name, kind, "", required=False)
+        return OpSchema.Attribute(name, onnx.helper.make_attribute(name, value), "")
+
+    def parameter(name: str, kind: str, required: bool) -> Any:
+        if required:
+            return OpSchema.FormalParameter(name, kind)
+        return OpSchema.FormalParameter(name, kind, param_option=optional)
+
+    schema = OpSchema(
+        OP_TYPE,
+        DOMAIN,
+        VERSION,
+        doc=DOC,
+        inputs=[parameter(n, t, n == "Q") for n, t in input_types.items()],
+        outputs=[parameter(n, t, n == "Y") for n, t in output_types.items()],
+        type_constraints=[
+            ("T", floats, "float tensors"),
+            ("M", [*floats, "tensor(bool)"], "a mask: bool, T or float32"),
+        ],
+        attributes=[attribute(name) for name in ATTRIBUTES],
+    )
+    schema.set_type_and_shape_inference_function(infer_shapes)
+    return schema
+
+
+def infer_shapes(context: Any) -> None:
+    """Type and shape inference of the operator, for onnx.shape_inference.
+
+    Sets what is certain (element types, ranks, the dimensions that come from one input) and leaves
+    the rest open; it never raises on odd shapes, because the operator itself reports those better.
+    """
+    from onnx import TensorProto
+
+    query = context.get_input_type(0).tensor_type
+    attribute = _attribute_reader(context)
+    for index in range(context.get_num_outputs()):
+        if context.has_output(index):
+            kind = TensorProto.FLOAT if index == OUTPUTS.index("lse") else query.elem_type
+            _set_output(context, index, kind, None)
+    if not query.HasField("shape"):
+        return
+    q_dims = list(query.shape.dim)
+    if attribute("qkv_layout") != "separate" or len(q_dims) not in (3, 4):
+        return
+    heads = {"Q": attribute("q_num_heads"), "K": attribute("kv_num_heads")}
+    heads["V"] = heads["K"]
+    q = _four_dims(q_dims, heads["Q"])
+    k = _input_dims(context, "K", heads)
+    v = _input_dims(context, "V", heads)
+    y_dims = [*q[:3], v[3]] if len(q_dims) == 4 else [q[0], q[2], _times(v[3], heads["Q"])]
+    _set_output(context, 0, query.elem_type, y_dims)
+    for name, new in (("present_key", k), ("present_value", v)):
+        past = _input_dims(context, name.replace("present", "past"), {})
+        total = new[2] if not context.has_input(INPUTS.index("past_key")) else _plus(new[2], past[2])
+        _set_output(context, OUTPUTS.index(name), query.elem_type, [*new[:2], total, new[3]])
+    _set_output(context, OUTPUTS.index("lse"), TensorProto.FLOAT, q[:3])
+
+
+def _attribute_reader(context: Any) -> Any:
+    import onnx
+
+    def read(name: str) -> Any:
+        attribute = context.get_attribute(name)
+        if attribute is None or not attribute.name:
+            return ATTRIBUTES[name]
+        value = onnx.helper.get_attribute_value(attribute)
+        return value.decode() if isinstance(value, bytes) else value
+
+    return read
+
+
+def _dim(value: int | None = None) -> Any:
+    from onnx import TensorShapeProto
+
+    dim = TensorShapeProto.Dimension()
+    if value is not None:
+        dim.dim_value = value
+    return dim
+
+
+def _four_dims(dims: list[Any], heads: int | None) -> list[Any]:
+    """(B, heads, S, size) of a three- or four-dimensional input."""
+    if len(dims) == 4:
+        return dims
+    size = _dim()
+    if heads and dims[2].HasField("dim_value") and dims[2].dim_value % heads == 0:
+        size = _dim(dims[2].dim_value // heads)
+    return [dims[0], _dim(heads), dims[1], size]
+
+
+def _input_dims(context: Any, name: str, heads: Mapping[str, int | None]) -> list[Any]:
+    index = INPUTS.index(name)
+    if context.has_input(index):
+        tensor = context.get_input_type(index).tensor_type
+        if tensor.HasField("shape") and len(tensor.shape.dim) in (3, 4):
+            return _four_dims(list(tensor.shape.dim), heads.get(name))
+    return [_dim(), _dim(), _dim(), _dim()]
+
+
+def _plus(a: Any, b: Any) -> Any:
+    known = a.HasField("dim_value") and b.HasField("dim_value")
+    return _dim(a.dim_value + b.dim_value if known else None)
+
+
+def _times(a: Any, factor: int | None) -> Any:
+    return _dim(a.dim_value * factor if factor and a.HasField("dim_value") else None)
+
+
+def _set_output(context: Any, index: int, kind: int, dims: list[Any] | None) -> None:
+    from onnx import TypeProto
+
+    if not context.has_output(index):
+        return
+    output = TypeProto()
+    output.tensor_type.elem_type = kind
+    if dims is not None:
+        output.tensor_type.shape.dim.extend(dims)
+    context.set_output_type(index, output)

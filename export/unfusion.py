@@ -1,0 +1,93 @@
+"""unfuse(): fused nodes become standard Attention again, or plain operators."""
+
+from __future__ import annotations
+
+import os
+
+import onnx
+import onnx_ir as ir
+from flashonnx.export import portable, schema
+from flashonnx.export.build import Names
+from flashonnx.export.facts import Facts
+from flashonnx.export.files import AnyModel, load, save
+from flashonnx.export.report import Report, Site
+
+
+def unfuse(model: AnyModel, output: str | os.PathLike[str] | None = None) -> tuple[onnx.ModelProto | ir.Model, Report]:
+    """Replaces every flashonnx node by standard operators.
+
+    A node becomes one Attention where the model's opset has that operator and it means the same,
+    else MatMul, Softmax and their like (always for sinks, lse and empty_row "mean").
+
+    Args:
+        model: a file, an onnx.ModelProto or an onnx_ir.Model; it is not changed.
+        output: where to write the result; nothing is written without it.
+
+    Returns:
+        The model and a report whose sites are the flashonnx nodes; `fused` is true for those that
+        could not be replaced.
+
+    Raises:
+        FileNotFoundError: there is no such file, or a weight file is missing.
+        ValueError: the file is not a valid ONNX model.
+    """
+    schema.register_schema()
+    source = load(model)
+    facts, names = Facts(source.model), Names(source.model)
+    sites = []
+    foreign = [function for function in source.model.functions.values() if function.domain != schema.DOMAIN]
+    for holder in (source.model.graph, *foreign):
+        nodes = [node for node in holder.all_nodes() if _is_fused(node)]
+        sites += [_replace(facts, names, node) for node in nodes]
+    if not any(site.fused for site in sites):
+        for identifier in [key for key in source.model.functions if key[0] == schema.DOMAIN]:
+            del source.model.functions[identifier]
+        for holder in (source.model.graph, *source.model.functions.values()):
+            holder.opset_imports.pop(schema.DOMAIN, None)
+    changed = any(not site.fused for site in sites)
+    if output is not None:
+        save(source, output, changed)
+    return source.result(changed), Report(tuple(sites), () if sites else ("there is no flashonnx node",))
+
+
+def _is_fused(node: ir.Node) -> bool:
+    return node.domain == schema.DOMAIN and node.op_type == schema.OP_TYPE
+
+
+def _replace(facts: Facts, names: Names, node: ir.Node) -> Site:
+    """Puts the body of `node` in its place."""
+    label = node.name or node.outputs[0].name or schema.OP_TYPE
+    try:
+        signature = portable.signature_of(facts, node, facts.opset)
+    except ValueError as error:
+        return Site(label, schema.OP_TYPE, True, str(error))
+    function = ir.serde.deserialize_function(portable.function_of(signature, prefer_standard=True))
+    values: dict[ir.Value, ir.Value | None] = dict(zip(function.inputs, node.inputs, strict=True))
+    outputs = dict(zip(function.outputs, node.outputs, strict=True))
+    graph = node.graph
+    assert graph is not None
+    made = []
+    for inner in function:
+        if all(value in outputs and not outputs[value].name for value in inner.outputs):
+            continue  # fills the place of an output that the node does not have
+        new = ir.Node(
+            inner.domain,
+            inner.op_type,
+            [values[value] if value is not None else None for value in inner.inputs],
+            inner.attributes.values(),
+            num_outputs=len(inner.outputs),
+            name=names.fresh(f"{label}_{inner.op_type}"),
+        )
+        for old, value in zip(inner.outputs, new.outputs, strict=True):
+            values[old] = value
+            value.name = names.fresh(f"{label}_{inner.op_type.lower()}") if old.name else ""
+        made.append(new)
+    graph.insert_before(node, made)
+    for inside, old in outputs.items():
+        if old.name and (value := values.get(inside)) is not None:
+            value.type, value.shape, name = old.type, old.shape, old.name
+            ir.convenience.replace_all_uses_with(old, value, replace_graph_outputs=True)
+            old.name, value.name = names.fresh(f"{name}_before"), name
+    graph.remove(node, safe=True)
+    standard = any(inner.op_type == "Attention" for inner in made)
+    return Site(label, schema.OP_TYPE, False, "", "Attention" if standard else "plain operators")
