@@ -1,0 +1,97 @@
+// Turns a validated problem into what the kernel is told.
+#include <cstdint>
+
+#include "kernels/common/status.h"
+#include "kernels/simt/launch.h"
+#include "kernels/table.h"
+
+namespace flashonnx::simt {
+namespace {
+
+View view(const flashonnx_tensor& tensor) { return {tensor.data, tensor.stride[0], tensor.stride[1], tensor.stride[2]}; }
+
+int64_t element_size(int32_t dtype) { return dtype == FLASHONNX_FLOAT32 ? 4 : 2; }
+
+// Whether every row starts at a multiple of `bytes`. Strides of dimensions of size 1 are never used.
+bool rows_aligned(const flashonnx_tensor& tensor, int64_t batch, int64_t heads, int64_t rows, int64_t bytes) {
+  const int64_t sizes[3] = {batch, heads, rows};
+  bool aligned = reinterpret_cast<uintptr_t>(tensor.data) % bytes == 0;
+  for (int i = 0; i < 3; ++i) {
+    aligned &= sizes[i] <= 1 || tensor.stride[i] * element_size(tensor.dtype) % bytes == 0;
+  }
+  return aligned;
+}
+
+Problem problem_of(const Params& params) {
+  Problem p = {};
+  p.q = view(params.q), p.k = view(params.k), p.v = view(params.v), p.o = view(params.o);
+  p.output_dtype = params.o.dtype;
+  if (params.lse.dtype != FLASHONNX_NONE) p.lse = view(params.lse);
+  p.key_limit = static_cast<int32_t>(params.kv_length);
+  if (params.mask.dtype != FLASHONNX_NONE) {
+    p.mask = view(params.mask);
+    p.mask_key = params.mask.stride[3];
+    p.mask_dtype = params.mask.dtype;
+    p.key_limit = static_cast<int32_t>(params.mask_keys);
+  }
+  if (params.key_lengths.dtype != FLASHONNX_NONE) {
+    p.key_lengths = params.key_lengths.data;
+    p.key_lengths_stride = params.key_lengths.stride[0];
+    p.lengths_64 = params.key_lengths.dtype == FLASHONNX_INT64;
+  }
+  if (params.sinks.dtype != FLASHONNX_NONE) {
+    p.sinks = static_cast<const float*>(params.sinks.data);
+    p.sinks_stride = params.sinks.stride[0];
+  }
+  p.batch_heads = params.batch * params.q_heads;
+  p.q_heads = params.q_heads;
+  p.group = params.q_heads / params.kv_heads;
+  p.q_length = static_cast<int32_t>(params.q_length);
+  p.key_length = static_cast<int32_t>(params.kv_length);
+  p.head_dim = static_cast<int32_t>(params.head_dim);
+  p.value_dim = static_cast<int32_t>(params.value_dim);
+  p.offset = params.causal_offset;
+  p.offset_from_lengths = params.offset_from_lengths && p.key_lengths;
+  p.left = params.window_left;
+  p.right = params.is_causal ? 0 : params.window_right;
+  p.tiles_outermost = p.left >= 0 || p.right >= 0;
+  p.empty_row_mean = params.empty_row == FLASHONNX_EMPTY_ROW_MEAN;
+  p.scale = params.scale;
+  p.softcap = params.softcap;
+  p.q_vectors = rows_aligned(params.q, params.batch, params.q_heads, params.q_length, 16);
+  p.k_vectors = rows_aligned(params.k, params.batch, params.kv_heads, params.kv_length, 16);
+  p.v_vectors = rows_aligned(params.v, params.batch, params.kv_heads, params.kv_length, 16);
+  p.o_vectors =
+      rows_aligned(params.o, params.batch, params.q_heads, params.q_length, 4 * element_size(params.o.dtype));
+  return p;
+}
+
+}  // namespace
+
+int64_t workspace(const Params&) { return 0; }
+
+flashonnx_status launch(const Params& params, void*, void* stream) {
+  constexpr int64_t kMaxDim = 512, kMaxPositions = (int64_t{1} << 31) - 1024;  // positions are counted in 32 bits
+  if (params.head_dim > kMaxDim || params.value_dim > kMaxDim) {
+    return make_status(FLASHONNX_NOT_IMPLEMENTED, "simt: head dimensions up to 512, got %lld and %lld",
+                       static_cast<long long>(params.head_dim), static_cast<long long>(params.value_dim));
+  }
+  if (params.q_length > kMaxPositions || params.kv_length > kMaxPositions - params.q_length) {
+    return make_status(FLASHONNX_NOT_IMPLEMENTED, "simt: queries and keys up to 2^31 together, got %lld and %lld",
+                       static_cast<long long>(params.q_length), static_cast<long long>(params.kv_length));
+  }
+  const Problem problem = problem_of(params);
+  const int64_t shared_limit = params.device.shared_memory;
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  switch (params.q.dtype) {
+    case FLASHONNX_FLOAT32:
+      return launch_float32(problem, shared_limit, cuda_stream);
+    case FLASHONNX_FLOAT16:
+      return launch_float16(problem, shared_limit, cuda_stream);
+    case FLASHONNX_BFLOAT16:
+      return launch_bfloat16(problem, shared_limit, cuda_stream);
+  }
+  return make_status(FLASHONNX_NOT_IMPLEMENTED, "simt: element type %d", params.q.dtype);
+}
+
+}  // namespace flashonnx::simt

@@ -1,0 +1,49 @@
+// Launches the kernel for one element type, with the smallest tiling that its head dimensions fit.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "kernels/common/cuda.h"
+#include "kernels/simt/config.h"
+#include "kernels/simt/kernel.cuh"
+#include "kernels/simt/launch.h"
+
+namespace flashonnx::simt {
+
+template <class T, class C>
+flashonnx_status launch_tiling(Problem problem, int64_t shared_limit, cudaStream_t stream) {
+  const int64_t shared = C::shared_bytes(problem.head_dim);
+  if (shared > shared_limit) {
+    return make_status(FLASHONNX_NOT_IMPLEMENTED, "simt: %lld bytes of shared memory are needed, the device allows %lld",
+                       static_cast<long long>(shared), static_cast<long long>(shared_limit));
+  }
+  problem.tiles = (problem.q_length + C::kBlockRows - 1) / C::kBlockRows;
+  problem.blocks = problem.tiles * problem.batch_heads;
+  constexpr int64_t kMaxX = (int64_t{1} << 31) - 1, kMaxY = 65535;
+  const int64_t x = problem.blocks < kMaxX ? problem.blocks : kMaxX;
+  const int64_t y = (problem.blocks + x - 1) / x;
+  if (y > kMaxY) return make_status(FLASHONNX_NOT_IMPLEMENTED, "simt: too many blocks: %lld", (long long)problem.blocks);
+
+  // Per device, so not once per process; both calls only write a field of the loaded function.
+  const auto kernel = attention_kernel<T, C>;
+  FLASHONNX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)));
+  FLASHONNX_CUDA_CHECK(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(x), static_cast<unsigned>(y));
+  config.blockDim = dim3(C::kThreads);
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  return cuda_status(cudaLaunchKernelEx(&config, kernel, problem), "simt attention kernel");
+}
+
+template <class T>
+flashonnx_status launch_type(const Problem& problem, int64_t shared_limit, cudaStream_t stream) {
+  const int dim = problem.head_dim > problem.value_dim ? problem.head_dim : problem.value_dim;
+  if (dim <= 64) return launch_tiling<T, Tiling64>(problem, shared_limit, stream);
+  if (dim <= 128) return launch_tiling<T, Tiling128>(problem, shared_limit, stream);
+  if (dim <= 256) return launch_tiling<T, Tiling256>(problem, shared_limit, stream);
+  return launch_tiling<T, Tiling512>(problem, shared_limit, stream);
+}
+
+}  // namespace flashonnx::simt
