@@ -8,10 +8,13 @@ still whole: rank, masks, causality, grouped heads. What else computes attention
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 DEFAULT_OPSET = 20
 
 _OURS = ("dynamo", "f", "opset_version", "fallback", "export_params", "keep_initializers_as_inputs")
+_INLINE_LIMIT = 2**31 - 2**26  # bytes of weights: protobuf's 2 GB, less what the graph itself may take
 _FLOATS = ("FLOAT", "FLOAT16", "BFLOAT16")
 
 
@@ -74,9 +78,9 @@ def export_onnx(
             "export_onnx: the model is in training mode; call model.eval() to export it for inference", stacklevel=2
         )
 
-    from flashonnx.export import fuse, save, schema
+    from flashonnx.export import schema
 
-    schema.register_schema()
+    schema.register_schema()  # torch's exporter makes nodes from schemas
     table = {
         torch.ops.aten.scaled_dot_product_attention.default: translate_sdpa,
         **(kw.pop("custom_translation_table", None) or {}),
@@ -92,12 +96,56 @@ def export_onnx(
             custom_translation_table=table,
             **kw,
         )
-    for node in program.model.graph.all_nodes():
-        if (node.domain, node.op_type) == (schema.DOMAIN, schema.OP_TYPE):
-            _tidy(node, schema.ATTRIBUTES)
-    fused, report = fuse(program.model, portable=portable)
-    save(fused, path, external_data=external_data)
+    report = _fuse(program.model, portable)
+    _write(program.model, Path(path), external_data)
     return report
+
+
+def _fuse(model: ir.Model, portable: bool) -> Report:
+    """Fuses the whole model in place; what the translation table caught is already a node, but not yet in its best form.
+
+    FlashAttention means what the standard Attention means, so those nodes go through the rule for it, which makes masks
+    as small as they are and removes transposes.
+    """
+    from flashonnx.export import Report, fusion, schema
+
+    caught = [
+        node for node in model.graph.all_nodes() if (node.domain, node.op_type) == (schema.DOMAIN, schema.OP_TYPE)
+    ]
+    for node in caught:
+        _tidy(node, schema.ATTRIBUTES)
+        node.domain, node.op_type = "", "Attention"
+    names = {node.name for node in caught}
+    report = fusion.fuse_ir(model, portable=portable)
+    for node in caught:
+        if node.graph is not None:  # refused: it stays what it is, a correct node
+            node.domain, node.op_type = schema.DOMAIN, schema.OP_TYPE
+            model.opset_imports.setdefault(schema.DOMAIN, schema.VERSION)
+    sites = [
+        dataclasses.replace(site, kind="scaled_dot_product_attention", fused=True) if site.node in names else site
+        for site in report.sites
+    ]
+    return Report(tuple(sites), report.notes)
+
+
+def _write(model: ir.Model, path: Path, external_data: bool | None) -> None:
+    """Writes the file, and its weights beside it if asked or needed: under other names first, then by renaming."""
+    import onnx
+    import onnx_ir as ir
+
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"export_onnx: cannot write '{path}': there is no folder '{path.parent}'")
+    if external_data is None:
+        weights = (value.const_value for value in model.graph.initializers.values())
+        external_data = sum(tensor.nbytes for tensor in weights if tensor is not None) > _INLINE_LIMIT
+    data = f"{path.name}.data" if external_data else None
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+        temporary = Path(folder) / path.name
+        ir.save(model, temporary, external_data=data)
+        onnx.checker.check_model(str(temporary))
+        if data is not None and (Path(folder) / data).exists():
+            os.replace(Path(folder) / data, path.parent / data)
+        os.replace(temporary, path)
 
 
 def translate_sdpa(
