@@ -109,9 +109,8 @@ def _fuse(model: ir.Model, portable: bool) -> Report:
     """
     from flashonnx.export import Report, fusion, schema
 
-    caught = [
-        node for node in model.graph.all_nodes() if (node.domain, node.op_type) == (schema.DOMAIN, schema.OP_TYPE)
-    ]
+    ours = (schema.DOMAIN, schema.OP_TYPE)
+    caught = [node for node in model.graph.all_nodes() if (node.domain, node.op_type) == ours]
     for node in caught:
         _tidy(node, schema.ATTRIBUTES)
         node.domain, node.op_type = "", "Attention"
@@ -119,7 +118,7 @@ def _fuse(model: ir.Model, portable: bool) -> Report:
     report = fusion.fuse_ir(model, portable=portable)
     for node in caught:
         if node.graph is not None:  # refused: it stays what it is, a correct node
-            node.domain, node.op_type = schema.DOMAIN, schema.OP_TYPE
+            node.domain, node.op_type = ours
             model.opset_imports.setdefault(schema.DOMAIN, schema.VERSION)
     sites = [
         dataclasses.replace(site, kind="scaled_dot_product_attention", fused=True) if site.node in names else site

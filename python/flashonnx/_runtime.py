@@ -92,7 +92,7 @@ def session(
         except Exception as error:
             if "Domain already set in registry" in str(error):
                 raise LibraryError(
-                    "the library was registered twice with these session options: flashonnx.register, flashonnx.session "
+                    "the library was registered twice with these options: flashonnx.register, flashonnx.session "
                     "and register_custom_ops_library each do it; call only one of them on one SessionOptions "
                     "(ONNX Runtime says 'Domain already set in registry')"
                 ) from error
