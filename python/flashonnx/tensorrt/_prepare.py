@@ -65,7 +65,9 @@ def _boolean_values(model: onnx.ModelProto) -> set[str]:
     register_schema()
     try:
         inferred = onnx.shape_inference.infer_shapes(model)
-    except (onnx.shape_inference.InferenceError, ValueError):  # beyond 2 GB, among others: what is declared is known
+    except (
+        Exception
+    ):  # beyond 2 GB, or a model at odds with itself, which TensorRT will say better: take what is declared
         inferred = model
     graph, boolean = inferred.graph, onnx.TensorProto.BOOL
     values = [*graph.input, *graph.value_info, *graph.output]
