@@ -70,12 +70,11 @@ class Reader {
     if (get(name, &integer)) got = "an integer";
     if (get(name, &real)) got = "a float";
     if (get(name, &text)) got = "a string";
-    // An attribute of one value counts as an empty list.
-    if ((succeeded(api_, api_.KernelInfoGetAttributeArray_int64(&info_, name, nullptr, &count)) ||
-         succeeded(api_, api_.KernelInfoGetAttributeArray_float(&info_, name, nullptr, &count))) &&
-        count > 0) {
-      got = "a list";
-    }
+    // Both calls succeed for an attribute of any type, with a count of 0 where it is another one.
+    size_t floats = 0;
+    (void)succeeded(api_, api_.KernelInfoGetAttributeArray_int64(&info_, name, nullptr, &count));
+    (void)succeeded(api_, api_.KernelInfoGetAttributeArray_float(&info_, name, nullptr, &floats));
+    if (count + floats > 0) got = "a list";
     if (got == nullptr) return ok();
     return make_status(FLASHONNX_INVALID_ARGUMENT,
                        "FlashAttention: attribute '%s' is expected to be %s, got %s", name,
