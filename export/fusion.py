@@ -60,6 +60,7 @@ def fuse_ir(model: ir.Model, *, portable: bool = True) -> Report:
         sites.append(site)
         if node is not None:
             fused.append(node)
+    remove_unused(fusion.reducer.made[::-1])  # smaller masks of sites that were left in the end
     notes = _attach(fusion, fused, portable)
     return Report(tuple(sites), tuple(notes))
 
@@ -115,10 +116,10 @@ def apply(fusion: Fusion, rewrite: Rewrite) -> None:
         ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
         old.name = fusion.names.fresh(f"{name}_before") if name else name
         new.name = name
-    remove_unused(fusion, [anchor, *rewrite.nodes])
+    remove_unused([anchor, *rewrite.nodes])
 
 
-def remove_unused(fusion: Fusion, nodes: list[ir.Node]) -> None:
+def remove_unused(nodes: list[ir.Node]) -> None:
     """Removes those of `nodes` that nothing uses, and what only they used, upstream."""
     pending = list(nodes)
     while pending:

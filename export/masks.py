@@ -52,6 +52,7 @@ class MaskReducer:
         self._facts = facts
         self._names = names
         self._reduced: dict[ir.Value, ir.Value] = {}
+        self.made: list[ir.Node] = []
 
     def reduce(self, value: ir.Value) -> ir.Value:
         """A value that broadcasts to the same tensor as `value`, the smallest that is found.
@@ -88,6 +89,7 @@ class MaskReducer:
             result.shape = shape_of(dims)
         assert node.graph is not None
         node.graph.insert_after(node, builder.nodes)
+        self.made += builder.nodes
         return result
 
     def _without_repeats(self, value: ir.Value) -> ir.Value:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import onnx_ir as ir
 from flashonnx.export.build import Builder
 from flashonnx.export.dims import Dim, product
 from flashonnx.export.facts import Facts
 from flashonnx.export.products import Labels
-from flashonnx.export.rules.scores import RefusalError
 from flashonnx.export.views import LAYOUT_OPERATORS, Axis, Factor, View, peel, regroup
 
 
@@ -104,8 +103,8 @@ def places(
             continue  # heads repeated as a whole (h % Hkv), or repeats elsewhere
         if is_query and h != kept:
             continue
-        if product(f.size for f in h) != heads.heads and h:
-            continue
+        if product(f.size for f in h) != heads.heads and (h or is_query):
+            continue  # a single key head serves all; else the counts must agree
         counts = (product(f.size for f in axis) for axis in (kept, s, d))
         sizes = tuple(counts)
         for rank, cost, build in _forms(view, b, kept, s, d):
@@ -261,32 +260,3 @@ def _same_reshape(value: ir.Value) -> Callable[[Builder, ir.Value], ir.Value] | 
     if not attributes.get("allowzero") and (tensor is None or (tensor.numpy() == 0).any()):
         return None
     return lambda builder, y: builder.op("Reshape", y, target, **attributes)
-
-
-def cheapest(tensors: Sequence[Sequence[Place]], ways_out: Sequence[Exit]) -> tuple[list[Place], Exit]:
-    """One place for each tensor and one exit, all of the same rank, at the lowest cost.
-
-    Raises:
-        RefusalError: the tensors have no form in common.
-    """
-    best: tuple[int, list[Place], Exit] | None = None
-    for rank in (3, 4):
-        chosen = [_lowest([place for place in tensor if place.rank == rank]) for tensor in tensors]
-        ways = [way for way in ways_out if way.rank == rank]
-        if any(place is None for place in chosen) or not ways:
-            continue
-        way = min(reversed(ways), key=lambda way: way.cost)
-        kept = [place for place in chosen if place is not None]
-        cost = sum(place.cost for place in kept) + way.cost
-        if best is None or cost < best[0]:
-            best = cost, kept, way
-    if best is None:
-        raise RefusalError(
-            "the layouts of Q, K, V and the output are not (batch, heads, sequence, size) or "
-            "(batch, sequence, heads * size), as far as the shapes in the model tell"
-        )
-    return best[1], best[2]
-
-
-def _lowest(options: Sequence[Place]) -> Place | None:
-    return min(options, key=lambda place: place.cost) if options else None

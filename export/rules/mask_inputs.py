@@ -13,19 +13,23 @@ from flashonnx.export.dims import Dim, product
 from flashonnx.export.facts import Dims, Facts, is_unknown
 from flashonnx.export.masks import MaskReducer, is_false, is_true, is_zero
 from flashonnx.export.products import Labels, Roles
-from flashonnx.export.rules.layouts import Heads
+from flashonnx.export.rules.layouts import Heads, Operand
 from flashonnx.export.rules.scores import RefusalError, Term, is_minus_infinity
+from flashonnx.export.structure import Structure, read, read_bias
 from flashonnx.export.views import Axis, View, peel, regroup
 
 # A finite fill below this cannot reach a probability beside a score of sane size.
-_NEGLIGIBLE = -1e4
+NEGLIGIBLE = -1e4
+# A fill below this swallows any score that is added to it, in float32 and bfloat16.
+_SWALLOWS = -1e30
 
 
 @dataclasses.dataclass(frozen=True)
 class MaskInput:
-    """The mask input (None: none is needed) and what becomes of rows that see no key."""
+    """The mask input (None: none is needed), the structure beside it and what becomes of rows that see no key."""
 
-    value: ir.Value | None = None
+    value: ir.Value | None
+    bounds: Structure
     empty_row: str = "zero"
     remark: str = ""
 
@@ -38,6 +42,7 @@ class ScoreAxes:
     dims: Dims
     roles: Roles
     heads: Heads
+    keys_agree: bool  # K and V have as many keys, by proof
 
 
 class MaskBuilder:
@@ -49,20 +54,18 @@ class MaskBuilder:
         reducer: MaskReducer,
         builder: Builder,
         axes: ScoreAxes,
-        keys: ir.Value,
-        keys_axis: int,
+        key: Operand,
         dtype: ir.DataType,
     ) -> None:
         self.facts = facts
         self.reducer = reducer
         self.builder = builder
         self.axes = axes
-        self.keys = keys
-        self.keys_axis = keys_axis
+        self.key = key
         self.dtype = dtype
 
     def build(self, terms: Sequence[Term], guarded: bool) -> MaskInput:
-        """One mask input for all `terms`.
+        """One mask input and structural bounds for all `terms`.
 
         Raises:
             RefusalError: they do not add up to a mask that the operator has.
@@ -70,32 +73,68 @@ class MaskBuilder:
         terms = [term for term in terms if not self._does_nothing(term)]
         for term in terms:
             self._check(term.value)
+        bounds, terms = self._structure(terms)
         fills = {term.number for term in terms if not term.is_bias}
         finite = {number for number in fills if not is_minus_infinity(number)}
-        if finite and (len(fills) > 1 or max(finite) > _NEGLIGIBLE):
+        if finite and (len(fills) > 1 or max(finite) > NEGLIGIBLE):
             raise RefusalError(f"masked scores are filled with {sorted(fills)}; use -inf or finfo.min")
         if finite and terms[-1].is_bias:
             raise RefusalError("a bias is added after masked scores were filled with a finite number")
         bias = self._sum([self._bias(term) for term in terms if term.is_bias])
         allowed = self._all([self._allowed(term) for term in terms if not term.is_bias])
         if allowed is None:
-            return MaskInput(self._expanded(bias))
+            return MaskInput(self._expanded(bias), bounds)
         empty_row, remark = "mean" if finite else "zero", ""
         if not finite and not guarded:
             remark = "a query that sees no key gives 0; it gave NaN before"
         if bias is None:
-            return MaskInput(self._expanded(allowed), empty_row, remark)
+            return MaskInput(self._expanded(allowed), bounds, empty_row, remark)
         kind = self.facts.dtype(bias)
         assert kind is not None
         masked = self.builder.constant(np.array(-np.inf, kind.numpy()))
-        joint = self.builder.op("Where", allowed, bias, masked, dtype=kind)
-        self._note_dims(joint, allowed, bias)
-        return MaskInput(self._expanded(joint), empty_row, remark)
+        joint = self._op("Where", allowed, bias, masked, dtype=kind)
+        return MaskInput(self._expanded(joint), bounds, empty_row, remark)
 
     def _does_nothing(self, term: Term) -> bool:
         if term.is_bias:
             return is_zero(self.facts, term.value)
         return (is_true if term.inverted else is_false)(self.facts, term.value)
+
+    def _structure(self, terms: Sequence[Term]) -> tuple[Structure, list[Term]]:
+        """The bounds on j - i that are proved, and the terms that remain."""
+        bounds, kept = Structure(), []
+        for term in terms:
+            value = self.reducer.reduce(term.value)
+            if term.is_bias:
+                found = read_bias(self.facts, value)
+                fill = found[1] * term.number if found is not None else 0.0
+                structure = found[0] if found is not None else Structure()
+            else:
+                structure, fill = read(self.facts, value, inverted=not term.inverted), term.number
+            if not structure.is_bounded or not self._can_bound(structure, term, fill):
+                kept.append(term)
+                continue
+            bounds &= Structure(structure.left, structure.right)
+            kept += [Term(rest, fill, is_bias=False, inverted=not negated) for rest, negated in structure.rest]
+        return bounds, kept
+
+    def _can_bound(self, structure: Structure, term: Term, fill: float) -> bool:
+        """Whether masking with -inf where `fill` stood gives the same rows.
+
+        It does where a row always keeps a key (i itself, with no left bound or as many keys as
+        queries), and where all else is a mask whose rows without keys are uniform: the fill swallows
+        any score (float32, bfloat16: score + finfo.min is finfo.min).
+        """
+        if is_minus_infinity(fill):
+            return True
+        if fill > NEGLIGIBLE:
+            return False
+        sizes = dict(zip(self.axes.labels, self.axes.dims, strict=True))
+        square = sizes[self.axes.roles.query] == sizes[self.axes.roles.key]
+        if not structure.rest:
+            return structure.left is None or square
+        swallows = fill <= _SWALLOWS and self.facts.dtype(term.value) != ir.DataType.FLOAT16
+        return swallows or not term.is_bias
 
     def _check(self, value: ir.Value) -> None:
         """Requires that `value` broadcasts to the scores, not the scores to it."""
@@ -104,13 +143,20 @@ class MaskBuilder:
             raise RefusalError(f"the rank of the mask '{value.name}' is not known; run onnx.shape_inference first")
         if len(dims) > len(scores):
             raise RefusalError(f"the mask '{value.name}' has {len(dims)} dimensions")
-        for size, of_scores in zip(dims[::-1], scores[::-1], strict=False):
-            if not _fits(size, of_scores):
-                size_text = "an unknown size" if is_unknown(size) else f"size {size}"
-                raise RefusalError(
-                    f"the mask '{value.name}' has {size_text} where the scores have {of_scores}; "
-                    "nothing shows that they agree"
-                )
+        labels = self.axes.labels[len(scores) - len(dims) :]
+        sizes = dict(zip(labels, dims, strict=True))
+        key, query = self.axes.roles.key, self.axes.roles.query
+        for label, size, of_scores in zip(labels, dims, scores[len(scores) - len(dims) :], strict=True):
+            if _fits(size, of_scores) or (label == key and self.axes.keys_agree):
+                continue  # the original's product with V fails for any other number of keys in the mask
+            square = self.axes.keys_agree and size == sizes[key]
+            if label == query and square and of_scores == scores[self.axes.labels.index(key)]:
+                continue  # likewise for queries, where they are as many as the keys
+            size_text = "an unknown size" if is_unknown(size) else f"size {size}"
+            raise RefusalError(
+                f"the mask '{value.name}' has {size_text} where the scores have {of_scores}; "
+                "nothing shows that they agree (were its dynamic axes exported?)"
+            )
 
     def _bias(self, term: Term) -> ir.Value:
         bias = self._placed(self.reducer.reduce(term.value))
@@ -232,8 +278,8 @@ class MaskBuilder:
         keys = self.axes.dims[self.axes.labels.index(self.axes.roles.key)]
         if dims is not None and (dims[-1] == keys or (_fits(dims[-1], keys) and dims[-1] != 1)):
             return mask
-        shape = self.builder.op("Shape", self.keys, dtype=ir.DataType.INT64)
-        count = self.builder.op("Gather", shape, self.builder.ints([self.keys_axis]))
+        shape = self.builder.op("Shape", self.key.value, dtype=ir.DataType.INT64)
+        count = self.builder.op("Gather", shape, self.builder.ints([self.key.labels.index(self.axes.roles.key)]))
         target = self.builder.op("Concat", self.builder.ints([1, 1, 1]), count, axis=0)
         return self.builder.op("Expand", mask, target, dtype=self.facts.dtype(mask))
 

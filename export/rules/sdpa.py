@@ -5,11 +5,13 @@ from __future__ import annotations
 import onnx_ir as ir
 from flashonnx.export.facts import Facts
 from flashonnx.export.products import Product, Roles, relabel, roles_of
+from flashonnx.export.rules.arrange import Tensors, arrange
 from flashonnx.export.rules.base import Fusion, Rewrite, Rule
-from flashonnx.export.rules.layouts import Operand, cheapest, exits, groupings, places
+from flashonnx.export.rules.layouts import Operand
 from flashonnx.export.rules.mask_inputs import MaskBuilder, ScoreAxes
 from flashonnx.export.rules.scores import RefusalError, Scores, Weights, read_scores, read_weights
 from flashonnx.export.sites import Candidate
+from flashonnx.export.structure import Structure
 
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
@@ -31,11 +33,11 @@ class DecomposedAttention(Rule):
         softmax, facts = candidate.node, fusion.facts
         _check_axis(fusion, softmax)
         scores, weights = read_scores(facts, softmax), read_weights(facts, softmax)
-        _check_single_use(scores, weights)
+        _check_single_use(scores, softmax, weights)
         roles = _roles(scores, weights)
         first, second = scores.product, weights.product
         named = relabel(second, weights.probabilities, first.labels)
-        out_roles = roles_of_values(named, roles)
+        value_size = _value_label(named, roles)
         assert named is not None
         query, key = _operands(scores, roles)
         value_is_right = second.left is weights.probabilities
@@ -44,77 +46,38 @@ class DecomposedAttention(Rule):
             named.right_labels if value_is_right else named.left_labels,
         )
         dtype = _dtype(facts, query.value, key.value, value.value, second.node.outputs[0])
-        if not scores.scale > 0:
-            raise RefusalError(f"the scale {scores.scale} is not positive")
+        output = Operand(second.node.outputs[0], named.labels)
+        found = arrange(facts, Tensors(query, key, value, output, roles, value_size), scales=True)
+        scale = scores.scale * found.query.factor * found.key.factor
+        if not scale > 0:
+            raise RefusalError(f"the scale {scale} is not positive")
         dims = facts.dims(first.node.outputs[0])
         assert dims is not None
-        reason: RefusalError | None = None
-        for heads in groupings(facts, query, roles.batch):
-            tensors = [
-                places(
-                    facts,
-                    operand,
-                    roles.batch,
-                    sequence,
-                    size,
-                    heads,
-                    is_query=operand is query,
-                    scales=operand is not value,
-                )
-                for operand, sequence, size in (
-                    (query, roles.query, roles.depth),
-                    (key, roles.key, roles.depth),
-                    (value, roles.key, out_roles),
-                )
-            ]
-            if not all(tensors):
-                continue
-            ways_out = exits(
-                facts,
-                second.node.outputs[0],
-                named.labels,
-                roles.batch,
-                roles.query,
-                out_roles,
-                heads,
-                tensors[0][0].sequence,
-                tensors[2][0].size,
-            )
-            try:
-                chosen, way = cheapest(tensors, ways_out)
-            except RefusalError as refusal:
-                reason = refusal
-                continue
-            q, k, v = chosen
-            if k.heads != v.heads:
-                reason = RefusalError(f"K has {k.heads} heads and V has {v.heads}")
-                continue
-            builder = fusion.builder(softmax)
-            axes = ScoreAxes(first.labels, dims, roles, heads)
-            mask = MaskBuilder(
-                facts, fusion.reducer, builder, axes, key.value, key.labels.index(roles.key), dtype
-            ).build(scores.terms, weights.guarded)
-            attributes: dict[str, object] = {
-                "scale": scores.scale * q.factor * k.factor,
-                "softcap": scores.softcap,
-                "empty_row": mask.empty_row,
-            }
-            if not attributes["scale"] > 0:  # type: ignore[operator]
-                raise RefusalError(f"the scale {attributes['scale']} is not positive")
-            if q.rank == 3:
-                attributes |= {"q_num_heads": q.heads.value, "kv_num_heads": k.heads.value}
-                if None in attributes.values():
-                    raise RefusalError("the number of heads is not a constant of the model")
-            inputs = [place.build(builder) for place in chosen]
-            output = fusion.attention(builder, [*inputs, mask.value], attributes, q.rank)
-            result = way.build(builder, output)
-            result.shape = way.replaces.shape
-            nodes = (*scores.nodes, softmax, *weights.nodes)
-            return Rewrite(builder, {way.replaces: result}, nodes, mask.remark, output)
-        raise reason or RefusalError(
-            "the shapes of Q, K and V do not show how batch and heads divide, or they differ; "
-            "export with known ranks and static head counts, or run onnx.shape_inference first"
-        )
+        builder = fusion.builder(softmax)
+        axes = ScoreAxes(first.labels, dims, roles, found.heads, found.key.sequence == found.value.sequence)
+        masks = MaskBuilder(facts, fusion.reducer, builder, axes, key, dtype)
+        mask = masks.build(scores.terms, weights.guarded)
+        attributes = {
+            "scale": scale,
+            "softcap": scores.softcap,
+            "empty_row": mask.empty_row,
+            **bound_attributes(mask.bounds),
+            **found.head_attributes(),
+        }
+        made = fusion.attention(builder, [*found.inputs(builder), mask.value], attributes, found.rank)
+        result = found.way_out.build(builder, made)
+        nodes = (*scores.nodes, softmax, *weights.nodes)
+        return Rewrite(builder, {found.way_out.replaces: result}, nodes, mask.remark, made)
+
+
+def bound_attributes(bounds: Structure) -> dict[str, object]:
+    """is_causal and window sizes."""
+    attributes: dict[str, object] = {"is_causal": int(bounds.right == 0)}
+    if bounds.right:
+        attributes["right_window_size"] = bounds.right
+    if bounds.left is not None:
+        attributes["left_window_size"] = bounds.left
+    return attributes
 
 
 def _check_axis(fusion: Fusion, softmax: ir.Node) -> None:
@@ -127,16 +90,15 @@ def _check_axis(fusion: Fusion, softmax: ir.Node) -> None:
         raise RefusalError(f"the softmax runs over axis {axis} of {rank}, not over the keys (the last axis)")
 
 
-def _check_single_use(scores: Scores, weights: Weights) -> None:
-    inner = {*scores.nodes, *weights.nodes}
+def _check_single_use(scores: Scores, softmax: ir.Node, weights: Weights) -> None:
+    inner = {*scores.nodes, softmax, *weights.nodes}
     for node in scores.nodes:
         for value in node.outputs:
             if value.is_graph_output():
                 raise RefusalError(f"the scores '{value.name}' are an output of the model")
             for use in value.uses():
-                if use.node not in inner and use.node.op_type != "Softmax":
+                if use.node not in inner:
                     raise RefusalError(f"the scores are used by {use.node.op_type} '{use.node.name}' too")
-    del weights
 
 
 def _roles(scores: Scores, weights: Weights) -> Roles:
@@ -153,7 +115,7 @@ def _operands(scores: Scores, roles: Roles) -> tuple[Operand, Operand]:
     return (left, right) if roles.query_is_left else (right, left)
 
 
-def roles_of_values(product: Product | None, roles: Roles) -> str:
+def _value_label(product: Product | None, roles: Roles) -> str:
     """The label of V's own axis in the second product.
 
     Raises:
