@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
@@ -200,7 +199,11 @@ _BAD_INPUTS: dict[str, tuple[dict[str, Array], dict[str, Any], str]] = {
         {},
         "'past_value' is expected to have sequence length 3, got 4",
     ),
-    "past alone": (_inputs(past_key=(2, 2, 3, 8)), {}, "'past_key' is expected together with 'past_value'"),
+    "past alone": (
+        _inputs(past_key=(2, 2, 3, 8)),
+        {},
+        "inputs 'past_key' and 'past_value' are expected together, got only 'past_key'",
+    ),
     "past and lengths": (
         _inputs(past_key=(2, 2, 3, 8), past_value=(2, 2, 3, 8), nonpad_kv_seqlen=(2,)),
         {},
@@ -370,7 +373,6 @@ def test_session_after_session(device: str) -> None:
         session = open_session(model, device)
         check_outputs(case, inputs, run(session, case, inputs))
         del session
-        gc.collect()
 
 
 def test_two_sessions_share_options() -> None:

@@ -92,16 +92,15 @@ def attention(
         scores = np.where(seen, scores + problem.bias, -np.inf)
 
         sink = np.full((q_heads, 1, 1), -np.inf) if sinks is None else sinks.astype(np.float64)[:, None, None]
-        top = np.maximum(scores.max(axis=-1, keepdims=True, initial=-np.inf), sink)
-        top = np.where(np.isneginf(top), 0.0, top)
+        top = _finite(np.maximum(_maximum(scores), sink))
         weights = np.exp(scores - top)
-        total = weights.sum(axis=-1, keepdims=True)
-        denominator = total + np.exp(sink - top)
-        weights = np.where(seen, weights / np.where(denominator == 0, 1.0, denominator), 0.0)
+        total = weights.sum(axis=-1, keepdims=True) + np.exp(sink - top)
+        weights = np.where(seen, weights / np.where(total == 0, 1.0, total), 0.0)
         y = _weighted_sum(weights.reshape(*shared, k.shape[2]), seen.reshape(*shared, k.shape[2]), values)
-    y = y.reshape(batch, q_heads, q_length, v.shape[3])
-    with np.errstate(divide="ignore"):
-        lse = (top + np.log(total))[..., 0]
+        y = y.reshape(batch, q_heads, q_length, v.shape[3])
+    with np.errstate(invalid="ignore", divide="ignore"):
+        top = _finite(_maximum(scores))
+        lse = (top + np.log(np.exp(scores - top).sum(axis=-1, keepdims=True)))[..., 0]
 
     if empty_row == "mean":
         below = (np.arange(k.shape[2]) < lengths[:, None])[:, None, :, None]
@@ -213,6 +212,15 @@ def _additive(mask: Array, kv_length: int) -> Array:
         bias = np.where(mask != 0, 0.0, -np.inf)
     padding = [(0, 0)] * (mask.ndim - 1) + [(0, kv_length - mask.shape[-1])]
     return np.pad(bias, padding, constant_values=-np.inf)
+
+
+def _maximum(scores: Array) -> Array:
+    return scores.max(axis=-1, keepdims=True, initial=-np.inf)
+
+
+def _finite(top: Array) -> Array:
+    """0 instead of -inf, so that exp(-inf - top) is 0."""
+    return np.where(np.isneginf(top), 0.0, top)
 
 
 def _weighted_sum(weights: Array, seen: Array, values: Array) -> Array:
