@@ -120,7 +120,7 @@ def _unpacked(w: NodeWriter, s: Signature, layout: str) -> tuple[str, str, str]:
     assert s.q_heads is not None
     q_heads, kv_heads = s.q_heads, s.kv_heads or s.q_heads
     total = q_heads + 2 * kv_heads
-    split = w.op("Reshape", _float(w, s, "Q"), w.ints(0, 0, total, -1))
+    split = w.op("Reshape", _float(w, s, "Q"), w.ints(0, 0, total, -1 if s.size is None else s.size))
     perm = [1, 2, 0, 3] if layout == "time_major" else [0, 2, 1, 3]
     heads = w.op("Transpose", split, perm=perm)
     if layout == "h3d":

@@ -116,7 +116,7 @@ class Facts:
         tensor = ir.convenience.get_const_tensor(value)
         if tensor is not None:
             kind = tensor.dtype
-        elif node is not None and node.domain in ("", "com.microsoft"):
+        elif node is not None and node.domain in _KNOWN_DOMAINS:
             if node.op_type == "Cast":
                 kind = ir.DataType(node.attributes["to"].as_int())
             elif node.op_type in _TESTS:
@@ -158,7 +158,7 @@ class Facts:
     def _visit(self, node: ir.Node) -> None:
         fixed = all(self.is_fixed(value) for value in node.inputs) and node.op_type not in _RANDOM
         inferred: Sequence[Dims | None] | None = None
-        rule = SHAPE_RULES.get(node.op_type) if node.domain in ("", "com.microsoft") else None
+        rule = SHAPE_RULES.get(node.op_type) if node.domain in _KNOWN_DOMAINS else None
         if rule is not None:
             inferred = rule(self, node)
         for index, value in enumerate(node.outputs):
@@ -291,6 +291,7 @@ def _truncated_division(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.trunc(a / b) if a.dtype.kind == "i" else a / b
 
 
+_KNOWN_DOMAINS = ("", "com.microsoft", "flashonnx")
 _TESTS = frozenset(
     ["Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "And", "Or", "Xor", "Not", "IsNaN", "IsInf"]
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import onnx
 import onnx_ir as ir
@@ -41,7 +42,7 @@ def fuse(
     """
     source = load(model)
     report = fuse_ir(source.model, portable=portable)
-    changed = any(site.fused and site.kind != schema.OP_TYPE for site in report.sites)
+    changed = any(site.fused for site in report.sites)
     result = source.result(changed)
     if output is not None:
         save(source, output, changed)
@@ -71,10 +72,6 @@ def _one(fusion: Fusion, candidate: Candidate) -> tuple[Site, ir.Node | None]:
     def left(reason: str) -> tuple[Site, None]:
         return Site(candidate.name, candidate.kind, False, reason), None
 
-    if candidate.kind == "Attention" and fusion.opset < 23:
-        return left(f"Attention does not exist in opset {fusion.opset}: the model is invalid")
-    if candidate.kind == schema.OP_TYPE:
-        return Site(candidate.name, candidate.kind, True, "already fused"), None
     if fusion.opset < portable_bodies.MINIMUM_OPSET:
         return left(
             f"the model's opset {fusion.opset} is below {portable_bodies.MINIMUM_OPSET}; convert "
@@ -96,7 +93,11 @@ def _one(fusion: Fusion, candidate: Candidate) -> tuple[Site, ir.Node | None]:
             apply(fusion, rewrite)
             node = rewrite.output.producer()
             assert node is not None
+            if candidate.kind in ("Attention", schema.OP_TYPE):
+                node.name = candidate.node.name
             return Site(name, candidate.kind, True, rewrite.remark, describe(fusion, node)), node
+    if candidate.kind == schema.OP_TYPE:  # it is what it shall be, if not in its best form
+        return Site(name, candidate.kind, True, "already fused"), candidate.node
     return left("; ".join(reasons))
 
 
@@ -154,10 +155,18 @@ def _attach(fusion: Fusion, fused: list[ir.Node], portable: bool) -> list[str]:
                 portable_bodies.attach(model, fusion.facts, node)
             except ValueError as error:
                 notes.append(f"no portable body: {error}")
+    used = {node.op_identifier() for node in _all_nodes(model)}
+    for identifier in [key for key in model.functions if key[0] == schema.DOMAIN and key not in used]:
+        del model.functions[identifier]
     for graph in {id(node.graph): node.graph for node in fused}.values():
         if graph is not None and not _is_sorted(graph):
             graph.sort()
     return notes
+
+
+def _all_nodes(model: ir.Model) -> Iterator[ir.Node]:
+    for holder in (model.graph, *model.functions.values()):
+        yield from holder.all_nodes()
 
 
 def _holder(model: ir.Model, node: ir.Node) -> ir.Graph | ir.Function:

@@ -102,18 +102,24 @@ def signature_of(facts: Facts, node: ir.Node, opset: int) -> Signature:
     rank = len(query)
     by_name = dict(zip(schema.INPUTS, [*node.inputs, *[None] * len(schema.INPUTS)], strict=False))
 
+    layout = attributes.get("qkv_layout", "separate")
+
     def heads(name: str, index: int) -> int | None:
         if attributes.get(name) is not None:
             return int(attributes[name])
         shape = dims[index]
+        if rank == 5 and query is not None:
+            return query[3 if layout == "3hd" else 2].value
         return shape[1].value if rank == 4 and shape is not None else None
 
     q_heads, kv_heads = heads("q_num_heads", 0), heads("kv_num_heads", 1)
 
     def size(index: int, count: int | None) -> int | None:
+        if layout != "separate":  # Q carries all heads of Q, K and V
+            index, count = 0, (q_heads or 0) + 2 * (kv_heads or q_heads or 0)
         shape = dims[index]
         last = shape[-1].value if shape is not None else None
-        if rank == 4 or last is None:
+        if rank != 3 or last is None:
             return last
         return last // count if count else None
 
@@ -121,9 +127,9 @@ def signature_of(facts: Facts, node: ir.Node, opset: int) -> Signature:
     mask_dims, mask_type = dims[3], facts.dtype(mask)
     short, rows = False, False
     if mask_dims is not None and mask_dims:
-        keys = _key_count(dims, rank)
+        keys = _key_count(dims, rank, layout)
         short = keys is None or mask_dims[-1] != keys
-        queries = query[2] if rank == 4 else query[1]
+        queries = query[2 if rank == 4 else 0 if layout == "time_major" else 1]
         rows = len(mask_dims) > 1 and mask_dims[-2] == queries
     present = tuple(value is not None for value in node.inputs)
     return Signature(
@@ -144,12 +150,12 @@ def signature_of(facts: Facts, node: ir.Node, opset: int) -> Signature:
     )
 
 
-def _key_count(dims: list[Any], rank: int) -> Any:
+def _key_count(dims: list[Any], rank: int, layout: str) -> Any:
     """Sk as a dimension, past included; None when not known."""
-    key = dims[1]
+    key = dims[1] if layout == "separate" else dims[0]
     if key is None:
         return None
-    count = key[2] if rank == 4 else key[1]
+    count = key[2 if rank == 4 else 0 if layout == "time_major" else 1]
     past = dims[schema.INPUTS.index("past_key")]
     return count + past[2] if past is not None else count
 

@@ -268,6 +268,20 @@ def _reduce(facts: Facts, node: ir.Node) -> Result:
     return [tuple(size for i, size in enumerate(dims) if i not in gone)]
 
 
+def _attention(facts: Facts, node: ir.Node) -> Result:
+    """Of the standard operator and of FlashAttention with separate Q, K and V."""
+    shapes = [facts.dims(value) for value in node.inputs[:3]]
+    if node.domain == "com.microsoft" or len(shapes) < 3 or None in shapes:
+        return [None]
+    q, k, v = (shape for shape in shapes if shape is not None)
+    if not len(q) == len(k) == len(v) or len(q) not in (3, 4):
+        return [None]
+    if len(q) == 4:
+        return [(*q[:3], v[3])]
+    size = v[2].divided_by(_int(node, "kv_num_heads")) if _int(node, "kv_num_heads") else None
+    return [(*q[:2], size * _int(node, "q_num_heads") if size is not None else facts.unknown())]
+
+
 def _int(node: ir.Node, name: str, default: int = 0) -> int:
     attribute = node.attributes.get(name)
     return attribute.as_int() if attribute is not None else default
@@ -306,4 +320,6 @@ SHAPE_RULES: dict[str, Callable[[Facts, ir.Node], Result]] = {
     "Range": _range,
     "ConstantOfShape": _filled,
     "Flatten": _flatten,
+    "Attention": _attention,
+    "FlashAttention": _attention,
 }

@@ -41,34 +41,37 @@ class Structure:
         return Structure(smaller(self.left, other.left), smaller(self.right, other.right), self.rest + other.rest)
 
 
-def read(facts: Facts, value: ir.Value, *, inverted: bool = False) -> Structure:
-    """`value` (or its negation) as a structure; everything in `rest` if it is none."""
+def read(facts: Facts, value: ir.Value, offset: Dim, *, inverted: bool = False) -> Structure:
+    """`value` (or its negation) as a structure; everything in `rest` if it is none.
+
+    Query i stands at position i + offset, and the bounds are relative to that.
+    """
     node = value.producer()
     if node is not None and not node.domain:
         first = node.inputs[0] if node.inputs else None
         if node.op_type == "Not" and first is not None:
-            return read(facts, first, inverted=not inverted)
+            return read(facts, first, offset, inverted=not inverted)
         joins = "Or" if inverted else "And"
         if node.op_type == joins and None not in node.inputs:
             a, b = node.inputs
             assert a is not None and b is not None
-            return read(facts, a, inverted=inverted) & read(facts, b, inverted=inverted)
+            return read(facts, a, offset, inverted=inverted) & read(facts, b, offset, inverted=inverted)
         if node.op_type in _FLIPPED:
-            bounds = _comparison(facts, node, inverted)
+            bounds = _comparison(facts, node, offset, inverted)
             if bounds is not None:
                 return bounds
         if node.op_type == "Equal":
             a, b = node.inputs
             for data, number in ((a, b), (b, a)):
                 if data is not None and facts.uniform(number) == 0.0:
-                    bounds = _triangle(facts, data, inverted=not inverted)
+                    bounds = _triangle(facts, data, offset, inverted=not inverted)
                     if bounds is not None:
                         return bounds
-    bounds = _triangle(facts, value, inverted=inverted)
+    bounds = _triangle(facts, value, offset, inverted=inverted)
     return bounds if bounds is not None else Structure(rest=((value, inverted),))
 
 
-def read_bias(facts: Facts, value: ir.Value) -> tuple[Structure, float] | None:
+def read_bias(facts: Facts, value: ir.Value, offset: Dim) -> tuple[Structure, float] | None:
     """An additive mask as (structure, fill): 0 where the structure allows, `fill` elsewhere."""
     for _ in range(8):
         node = value.producer()
@@ -85,16 +88,16 @@ def read_bias(facts: Facts, value: ir.Value) -> tuple[Structure, float] | None:
         a, b = (facts.uniform(item) for item in node.inputs[1:])
         if condition is None or a is None or b is None or 0.0 not in (a, b):
             return None
-        return (read(facts, condition), b) if a == 0.0 else (read(facts, condition, inverted=True), a)
+        return (read(facts, condition, offset), b) if a == 0.0 else (read(facts, condition, offset, inverted=True), a)
     if node.op_type == "Trilu":
         fill = facts.uniform(node.inputs[0])
-        bounds = _triangle(facts, value, inverted=True)
+        bounds = _triangle(facts, value, offset, inverted=True)
         if fill is not None and bounds is not None:
             return bounds, fill
     return None
 
 
-def _comparison(facts: Facts, node: ir.Node, inverted: bool) -> Structure | None:
+def _comparison(facts: Facts, node: ir.Node, offset: Dim, inverted: bool) -> Structure | None:
     """Bounds from a comparison of a query position with a key position."""
     operator = _FLIPPED[node.op_type] if inverted else node.op_type
     left, right = (_position(facts, item) for item in node.inputs)
@@ -103,7 +106,7 @@ def _comparison(facts: Facts, node: ir.Node, inverted: bool) -> Structure | None
     if operator.startswith("Greater"):
         left, right = right, left
     # left + offset <= right + offset, or < for the strict ones
-    distance = (right[1] - left[1]).value
+    distance = (right[1] - left[1] + (-offset if left[0] == -1 else offset)).value
     if distance is None:
         return None
     if "OrEqual" not in operator:
@@ -159,8 +162,10 @@ def _range_start(facts: Facts, value: ir.Value) -> Dim | None:
     return Dim.of(int(array[0])) if (np.diff(array) == 1).all() else None
 
 
-def _triangle(facts: Facts, value: ir.Value, *, inverted: bool) -> Structure | None:
+def _triangle(facts: Facts, value: ir.Value, offset: Dim, *, inverted: bool) -> Structure | None:
     """Bounds from a tensor that is nonzero (zero, if inverted) exactly in a band of i - j."""
+    if offset != 0:
+        return None
     for _ in range(16):
         array = facts.constant(value, limit=_LARGEST_CONSTANT)
         if array is not None:

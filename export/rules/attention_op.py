@@ -1,26 +1,38 @@
-"""The standard Attention operator, one to one."""
+"""The standard Attention operator, and nodes that are FlashAttention already, in their best form."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from typing import Any
+
 import onnx_ir as ir
 from flashonnx.export import schema
+from flashonnx.export.build import Builder
+from flashonnx.export.dims import Dim
+from flashonnx.export.products import Roles
+from flashonnx.export.rules.arrange import Arrangement, Tensors, arrange
 from flashonnx.export.rules.base import Fusion, Rewrite, Rule
-from flashonnx.export.rules.scores import RefusalError
+from flashonnx.export.rules.layouts import Heads, Operand
+from flashonnx.export.rules.mask_inputs import MaskBuilder, ScoreAxes, combined_bounds
+from flashonnx.export.rules.scores import RefusalError, Term
 from flashonnx.export.sites import Candidate
+from flashonnx.export.structure import Structure
 
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-_MASK_INDEX = schema.INPUTS.index("attn_mask")
-_LENGTHS_INDEX = schema.INPUTS.index("nonpad_kv_seqlen")
-_ATTRIBUTES = (
-    "is_causal",
-    "q_num_heads",
-    "kv_num_heads",
-    "scale",
-    "softcap",
-    "left_window_size",
-    "right_window_size",
-    "softmax_precision",
-)
+_LABELS = ("b", "h", "q", "k")
+_ROLES = Roles(("b", "h"), "q", "k", "d", True)
+
+
+@dataclasses.dataclass
+class _Site:
+    """One operator: its inputs and attributes by name, and what becomes of them."""
+
+    node: ir.Node
+    inputs: dict[str, ir.Value | None]
+    attributes: dict[str, Any]
+    outputs: list[ir.Value]
+    remark: str = ""
 
 
 class StandardAttention(Rule):
@@ -30,77 +42,170 @@ class StandardAttention(Rule):
     with a bool mask or one of Q's type or float32. Refuses qk_matmul_output (the fused operator
     never forms it), softmax_precision double, and types that have no kernel. The three versions
     mean the same (ONNX corrected the text of 23 and 24 in place), so one rule serves them.
+
+    Four-dimensional inputs that are transposed three-dimensional ones are taken as those, K and V
+    repeated from fewer heads without the repetition, masks on their smallest tensor; a mask that is
+    true (or zero) everywhere goes, a causal one becomes is_causal. FlashAttention nodes that are
+    there already, as exporters make them, go the same way.
     """
 
-    kinds = ("Attention",)
+    kinds = ("Attention", schema.OP_TYPE)
 
     def rewrite(self, fusion: Fusion, candidate: Candidate) -> Rewrite:
-        node, facts = candidate.node, fusion.facts
-        _check_outputs(node)
-        kind = facts.dtype(node.inputs[0])
-        if kind is None or kind not in _FLOATS:
-            name = kind.name.lower() if kind is not None else "unknown"
-            raise RefusalError(f"Q is {name}; there are kernels for float32, float16 and bfloat16")
-        for index in (1, 2):
-            other = facts.dtype(node.inputs[index])
-            if other != kind:
-                raise RefusalError(f"{'QKV'[index]} is not {kind.name.lower()} as Q is")
-        attributes = {name: node.attributes[name].value for name in _ATTRIBUTES if name in node.attributes}
-        if attributes.get("softmax_precision") == int(ir.DataType.DOUBLE):
-            raise RefusalError("softmax_precision is double; the operator's softmax is float32")
-        attributes.pop("softmax_precision", None)  # at most float32, which it always is
-        scale = attributes.get("scale")
-        if scale is not None and not scale > 0:  # type: ignore[operator]
-            raise RefusalError(f"the scale {scale} is not positive")
-        inputs = list(node.inputs) + [None] * (len(schema.INPUTS) - 1 - len(node.inputs))
-        _check_inputs(fusion, node, inputs)
-        mask = inputs[_MASK_INDEX]
-        if mask is not None:
-            inputs[_MASK_INDEX] = _reduced_mask(fusion, mask)
-        builder = fusion.builder(node)
-        used = list(node.outputs[:3])
-        while len(used) > 1 and not (used[-1].name and (used[-1].uses() or used[-1].is_graph_output())):
-            used.pop()
-        rank = facts.rank(node.outputs[0]) or facts.rank(node.inputs[0])
-        if rank is None:
-            raise RefusalError("the rank of Q is not known; run onnx.shape_inference first")
-        output = fusion.attention(builder, inputs, attributes, rank, outputs=len(used))
+        site = _read(fusion, candidate)
+        _check_types(fusion, site)
+        builder = fusion.builder(site.node)
+        arrangement = _arrangement(fusion, site)
+        _improve_mask(fusion, site, builder)
+        inputs = [site.inputs[name] for name in schema.INPUTS]
+        rank = fusion.facts.rank(site.inputs["Q"])
+        assert rank is not None
+        if arrangement is not None:
+            inputs[:3] = arrangement.inputs(builder)
+            rank = arrangement.rank
+            for name in ("q_num_heads", "kv_num_heads"):
+                site.attributes.pop(name, None)
+            site.attributes |= arrangement.head_attributes()
+        output = fusion.attention(builder, inputs, site.attributes, rank, outputs=len(site.outputs))
         made = output.producer()
         assert made is not None
-        return Rewrite(builder, dict(zip(used, made.outputs, strict=True)), (node,), "", output)
+        replaced = dict(zip(site.outputs, made.outputs, strict=True))
+        if arrangement is not None:
+            del replaced[site.outputs[0]]
+            replaced = {arrangement.way_out.replaces: arrangement.way_out.build(builder, output), **replaced}
+        return Rewrite(builder, replaced, (site.node,), site.remark, output)
 
 
-def _check_outputs(node: ir.Node) -> None:
-    if len(node.outputs) > 3:
-        extra = node.outputs[3]
-        if extra.uses() or extra.is_graph_output():
-            raise RefusalError(
-                f"qk_matmul_output ('{extra.name}') is used; the fused operator never forms the "
-                "scores, so remove that output"
-            )
+def _read(fusion: Fusion, candidate: Candidate) -> _Site:
+    node = candidate.node
+    is_standard = candidate.kind == "Attention"
+    names = schema.INPUTS[:-1] if is_standard else schema.INPUTS
+    inputs: dict[str, ir.Value | None] = dict.fromkeys(schema.INPUTS)
+    inputs.update(zip(names, node.inputs, strict=False))
+    attributes = {name: node.attributes[name].value for name in schema.ATTRIBUTES if name in node.attributes}
+    outputs = list(node.outputs)
+    if is_standard and len(outputs) > 3 and _is_used(outputs[3]):
+        raise RefusalError(
+            f"qk_matmul_output ('{outputs[3].name}') is used; the fused operator never forms the scores, "
+            "so remove that output"
+        )
+    outputs = outputs[: 3 if is_standard else 4]
+    while len(outputs) > 1 and not _is_used(outputs[-1]):
+        outputs.pop()
+    remark = ""
+    if is_standard and fusion.opset < 23:
+        remark = f"the model was invalid: opset {fusion.opset} has no Attention"
+    return _Site(node, inputs, attributes, outputs, remark)
 
 
-def _check_inputs(fusion: Fusion, node: ir.Node, inputs: list[ir.Value | None]) -> None:
-    facts = fusion.facts
-    mask = inputs[_MASK_INDEX]
-    if mask is not None:
-        kind = facts.dtype(mask)
-        if kind not in (facts.dtype(node.inputs[0]), ir.DataType.FLOAT, ir.DataType.BOOL):
-            name = kind.name.lower() if kind is not None else "unknown"
-            raise RefusalError(f"attn_mask is {name}; cast it to bool, to Q's type or to float32")
-    past = inputs[schema.INPUTS.index("past_key")] is not None
-    if past and inputs[_LENGTHS_INDEX] is not None:
+def _is_used(value: ir.Value) -> bool:
+    return bool(value.name) and (bool(value.uses()) or value.is_graph_output())
+
+
+def _check_types(fusion: Fusion, site: _Site) -> None:
+    facts, attributes = fusion.facts, site.attributes
+    kind = facts.dtype(site.inputs["Q"])
+    if kind not in _FLOATS:
+        raise RefusalError(f"Q is {_name(kind)}; there are kernels for float32, float16 and bfloat16")
+    for name in ("K", "V"):
+        other = facts.dtype(site.inputs[name])
+        if site.inputs[name] is not None and other != kind:
+            raise RefusalError(f"{name} is {_name(other)}, Q is {_name(kind)}; cast them to one type")
+    if attributes.pop("softmax_precision", None) == int(ir.DataType.DOUBLE):
+        raise RefusalError("softmax_precision is double; the operator's softmax is float32")
+    scale = attributes.get("scale")
+    if scale is not None and not scale > 0:
+        raise RefusalError(f"the scale {scale} is not positive")
+    mask = site.inputs["attn_mask"]
+    mask_kind = facts.dtype(mask)
+    if mask is not None and mask_kind not in (kind, ir.DataType.FLOAT, ir.DataType.BOOL):
+        raise RefusalError(f"attn_mask is {_name(mask_kind)}; cast it to bool, to Q's type or to float32")
+    if site.inputs["past_key"] is not None and site.inputs["nonpad_kv_seqlen"] is not None:
         raise RefusalError("past_key and nonpad_kv_seqlen together have no defined meaning")
+    rank = facts.rank(site.inputs["Q"])
+    if rank is None:
+        raise RefusalError("the rank of Q is not known; run onnx.shape_inference first")
+    counted = attributes.get("q_num_heads") and attributes.get("kv_num_heads")
+    if rank == 3 and not counted and attributes.get("qkv_layout", "separate") == "separate":
+        raise RefusalError("Q has three dimensions, so q_num_heads and kv_num_heads must be given")
 
 
-def _reduced_mask(fusion: Fusion, mask: ir.Value) -> ir.Value | None:
-    """The mask on its smallest tensor, with the same last dimension; None if it masks nothing."""
-    facts = fusion.facts
+def _arrangement(fusion: Fusion, site: _Site) -> Arrangement | None:
+    """Where the tensors really come from, when four-dimensional inputs allow to look for it."""
+    q, k, v = (site.inputs[name] for name in "QKV")
+    if q is None or k is None or v is None or fusion.facts.rank(q) != 4:
+        return None
+    if site.inputs["past_key"] is not None or any(_is_used(value) for value in site.outputs[1:3]):
+        return None
+    tensors = Tensors(
+        Operand(q, ("b", "h", "q", "d")),
+        Operand(k, ("b", "h", "k", "d")),
+        Operand(v, ("b", "h", "k", "e")),
+        Operand(site.outputs[0], ("b", "h", "q", "e")),
+        _ROLES,
+        "e",
+    )
+    try:
+        return arrange(fusion.facts, tensors, scales=False)
+    except RefusalError:
+        return None  # one to one, then
+
+
+def _improve_mask(fusion: Fusion, site: _Site, builder: Builder) -> None:
+    """Turns the mask into structure, or into its smallest tensor, where that is proved to be the same."""
+    facts, mask = fusion.facts, site.inputs["attn_mask"]
+    axes = _score_axes(fusion, site)
     dims = facts.dims(mask)
-    if dims is None:
-        return mask
-    reduced = fusion.reducer.reduce(mask)
-    small = facts.dims(reduced)
-    if small is None or not small or small[-1] != dims[-1]:
-        return mask
-    return reduced
+    if mask is None or axes is None or dims is None or not dims:
+        return
+    key = axes.dims[-1]
+    plain = site.attributes.get("empty_row", "zero") == "zero" and site.inputs["nonpad_kv_seqlen"] is None
+    if dims[-1] != key or dims[-1] == 1 or not plain:
+        return  # a shorter mask is padded with -inf, not broadcast
+    is_bool = facts.dtype(mask) == ir.DataType.BOOL
+    term = Term(mask, -math.inf, is_bias=False, inverted=True) if is_bool else Term(mask, 1.0, is_bias=True)
+    kind = facts.dtype(site.inputs["Q"])
+    assert kind is not None
+    past = facts.dims(site.inputs["past_key"])
+    offset = past[2] if past is not None else Dim.of(0)
+    operand = Operand(mask, ("b", "h", "q", "k")[4 - len(dims) :])  # gives the number of keys
+    try:
+        result = MaskBuilder(facts, fusion.reducer, builder, axes, operand, kind, offset).build([term], True)
+    except RefusalError:
+        return
+    site.inputs["attn_mask"] = result.value
+    before = Structure(
+        site.attributes["left_window_size"] if site.attributes.get("left_window_size", -1) >= 0 else None,
+        0 if site.attributes.get("is_causal") else None,
+    )
+    right = site.attributes.get("right_window_size", -1)
+    if right >= 0:
+        before &= Structure(right=right)
+    for name in ("is_causal", "left_window_size", "right_window_size"):
+        site.attributes.pop(name, None)
+    site.attributes |= combined_bounds(before & result.bounds)
+    if result.empty_row != "zero":
+        site.attributes["empty_row"] = result.empty_row
+
+
+def _score_axes(fusion: Fusion, site: _Site) -> ScoreAxes | None:
+    """The axes of the scores; None where the shapes do not tell."""
+    facts, attributes = fusion.facts, site.attributes
+    q, k = facts.dims(site.inputs["Q"]), facts.dims(site.inputs["K"])
+    if q is None or k is None or len(q) not in (3, 4) or len(k) != len(q):
+        return None
+    if len(q) == 4:
+        batch, heads, queries, keys = q[0], q[1], q[2], k[2]
+    else:
+        batch, queries, keys = q[0], q[1], k[1]
+        heads = Dim.of(attributes["q_num_heads"])
+    past = facts.dims(site.inputs["past_key"])
+    if site.inputs["past_key"] is not None:
+        if past is None or len(past) != 4:
+            return None
+        keys = keys + past[2]
+    return ScoreAxes(_LABELS, (batch, heads, queries, keys), _ROLES, Heads(batch, heads), True)
+
+
+def _name(kind: ir.DataType | None) -> str:
+    return kind.name.lower() if kind is not None else "of unknown type"

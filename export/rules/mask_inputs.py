@@ -22,6 +22,7 @@ from flashonnx.export.views import Axis, View, peel, regroup
 NEGLIGIBLE = -1e4
 # A fill below this swallows any score that is added to it, in float32 and bfloat16.
 _SWALLOWS = -1e30
+_ZERO = Dim.of(0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +57,7 @@ class MaskBuilder:
         axes: ScoreAxes,
         key: Operand,
         dtype: ir.DataType,
+        offset: Dim = _ZERO,
     ) -> None:
         self.facts = facts
         self.reducer = reducer
@@ -63,6 +65,7 @@ class MaskBuilder:
         self.axes = axes
         self.key = key
         self.dtype = dtype
+        self.offset = offset  # query i stands at position i + offset
 
     def build(self, terms: Sequence[Term], guarded: bool) -> MaskInput:
         """One mask input and structural bounds for all `terms`.
@@ -106,11 +109,11 @@ class MaskBuilder:
         for term in terms:
             value = self.reducer.reduce(term.value)
             if term.is_bias:
-                found = read_bias(self.facts, value)
+                found = read_bias(self.facts, value, self.offset)
                 fill = found[1] * term.number if found is not None else 0.0
                 structure = found[0] if found is not None else Structure()
             else:
-                structure, fill = read(self.facts, value, inverted=not term.inverted), term.number
+                structure, fill = read(self.facts, value, self.offset, inverted=not term.inverted), term.number
             if not structure.is_bounded or not self._can_bound(structure, term, fill):
                 kept.append(term)
                 continue
@@ -302,3 +305,13 @@ def _flat(axes: Sequence[Axis]) -> list[object]:
 
 def _name(dtype: ir.DataType | None) -> str:
     return dtype.name.lower() if dtype is not None else "of unknown type"
+
+
+def combined_bounds(bounds: Structure) -> dict[str, int]:
+    """The attributes is_causal and window sizes."""
+    attributes: dict[str, int] = {"is_causal": int(bounds.right == 0)}
+    if bounds.right:
+        attributes["right_window_size"] = bounds.right
+    if bounds.left is not None:
+        attributes["left_window_size"] = bounds.left
+    return attributes

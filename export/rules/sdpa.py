@@ -8,10 +8,9 @@ from flashonnx.export.products import Product, Roles, relabel, roles_of
 from flashonnx.export.rules.arrange import Tensors, arrange
 from flashonnx.export.rules.base import Fusion, Rewrite, Rule
 from flashonnx.export.rules.layouts import Operand
-from flashonnx.export.rules.mask_inputs import MaskBuilder, ScoreAxes
+from flashonnx.export.rules.mask_inputs import MaskBuilder, ScoreAxes, combined_bounds
 from flashonnx.export.rules.scores import RefusalError, Scores, Weights, read_scores, read_weights
 from flashonnx.export.sites import Candidate
-from flashonnx.export.structure import Structure
 
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
@@ -61,23 +60,13 @@ class DecomposedAttention(Rule):
             "scale": scale,
             "softcap": scores.softcap,
             "empty_row": mask.empty_row,
-            **bound_attributes(mask.bounds),
+            **combined_bounds(mask.bounds),
             **found.head_attributes(),
         }
         made = fusion.attention(builder, [*found.inputs(builder), mask.value], attributes, found.rank)
         result = found.way_out.build(builder, made)
         nodes = (*scores.nodes, softmax, *weights.nodes)
         return Rewrite(builder, {found.way_out.replaces: result}, nodes, mask.remark, made)
-
-
-def bound_attributes(bounds: Structure) -> dict[str, object]:
-    """is_causal and window sizes."""
-    attributes: dict[str, object] = {"is_causal": int(bounds.right == 0)}
-    if bounds.right:
-        attributes["right_window_size"] = bounds.right
-    if bounds.left is not None:
-        attributes["left_window_size"] = bounds.left
-    return attributes
 
 
 def _check_axis(fusion: Fusion, softmax: ir.Node) -> None:
