@@ -1,0 +1,106 @@
+"""prepare_for_tensorrt: what it changes, what it leaves, what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cases
+import onnx
+import pytest
+from cases import Case
+from flashonnx.tensorrt import prepare_for_tensorrt
+from nodes import DOMAIN, one_node
+from onnx import TensorProto, helper
+from trt_models import attributes_of, two_nodes
+
+_BY_ID = {case.id: case for case in cases.ALL}
+
+
+def test_holes_are_closed() -> None:
+    case = Case("holes", lengths=(3, 7), sinks=True)
+    before = one_node(case, case.inputs())
+    assert list(before.graph.node[0].input) == ["Q", "K", "V", "", "", "", "nonpad_kv_seqlen", "sinks"]
+    (node,) = prepare_for_tensorrt(before).graph.node
+    assert list(node.input) == ["Q", "K", "V", "nonpad_kv_seqlen", "sinks"]
+    assert list(node.output) == ["Y", "lse"]
+    attributes = attributes_of(node)
+    assert attributes["inputs"] == "Q,K,V,nonpad_kv_seqlen,sinks"
+    assert attributes["outputs"] == "Y,lse"
+    assert attributes["left_window_size"] == -1
+    assert before.graph.node[0].input[3] == ""  # the caller's model is the caller's
+
+
+def test_preparing_twice_changes_nothing() -> None:
+    once = prepare_for_tensorrt(two_nodes())
+    assert prepare_for_tensorrt(once) == once
+
+
+def test_boolean_masks_are_cast_once() -> None:
+    model = two_nodes()
+    model.graph.node.append(
+        helper.make_node("FlashAttention", ["y", "k", "v", "mask"], ["z"], domain=DOMAIN, q_num_heads=4, kv_num_heads=2)
+    )
+    prepared = prepare_for_tensorrt(model)
+    kinds = [node.op_type for node in prepared.graph.node]
+    assert kinds == ["FlashAttention", "Add", "Cast", "FlashAttention", "FlashAttention"]
+    assert attributes_of(prepared.graph.node[2])["to"] == TensorProto.INT32
+    assert [node.input[3] for node in prepared.graph.node[3:]] == list(prepared.graph.node[2].output) * 2
+
+
+def test_computed_masks_are_known_to_be_boolean() -> None:
+    model = two_nodes()
+    model.graph.node.insert(0, helper.make_node("Not", ["mask"], ["inverted"]))
+    model.graph.node[3].input[3] = "inverted"
+    assert [node.op_type for node in prepare_for_tensorrt(model).graph.node].count("Cast") == 1
+
+
+def test_portable_functions_go_and_others_stay() -> None:
+    model = two_nodes()
+    identity = helper.make_node("Identity", ["x"], ["r"])
+    for domain, name in ((DOMAIN, "FlashAttention"), ("mine", "Same")):
+        opsets = [helper.make_opsetid("", 21)]
+        model.functions.append(helper.make_function(domain, name, ["x"], ["r"], [identity], opsets))
+    model.functions[0].overload = model.graph.node[0].overload = "one"
+    prepared = prepare_for_tensorrt(model)
+    assert [function.name for function in prepared.functions] == ["Same"]
+    assert prepared.graph.node[0].overload == ""
+
+
+def test_nodes_inside_subgraphs_are_prepared() -> None:
+    inner = two_nodes().graph
+    condition = helper.make_tensor_value_info("c", TensorProto.BOOL, ())
+    branch = helper.make_node("If", ["c"], ["r"], then_branch=inner, else_branch=inner)
+    del branch.attribute[0].g.input[:], branch.attribute[1].g.input[:]
+    graph = helper.make_graph([branch], "g", [condition, *inner.input], [])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21), helper.make_opsetid(DOMAIN, 1)])
+    prepared = prepare_for_tensorrt(model)
+    for attribute in prepared.graph.node[0].attribute:
+        nodes = [node for node in attribute.g.node if node.op_type == "FlashAttention"]
+        assert [attributes_of(node)["inputs"] for node in nodes] == ["Q,K,V", "Q,K,V,attn_mask"]
+        assert [node.op_type for node in attribute.g.node].count("Cast") == 1
+
+
+def test_wide_windows_become_the_widest() -> None:
+    case = _BY_ID["window-huge-left"]
+    (node,) = prepare_for_tensorrt(one_node(case, case.inputs())).graph.node
+    assert attributes_of(node)["left_window_size"] == 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"q_num_heads": 2**32 + 4}, "'q_num_heads' is expected to fit into 32 bits"),
+        ({"left_window_size": -(2**40)}, "'left_window_size' is expected to fit into 32 bits"),
+        ({"window": 3}, "no attribute 'window'"),
+    ],
+)
+def test_attributes_that_tensorrt_would_mangle_are_refused(attributes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prepare_for_tensorrt(two_nodes(**attributes))
+
+
+def test_prepares_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    onnx.save(two_nodes(), path)
+    assert prepare_for_tensorrt(path) == prepare_for_tensorrt(two_nodes())
