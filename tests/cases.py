@@ -132,12 +132,13 @@ class Case:
         sizes = {"b": self.batch, "h": self.heads[0], "q": self.q_length, "k": keys, "1": 1}
         shape = tuple(sizes[letter] for letter in self.mask)
         attend = random.random(shape) < 0.7
+        first_row = attend[..., :1, :] if attend.ndim > 1 else attend
         sentinel = -np.inf
         match self.mask_fill:
             case "bias":  # nothing is masked
                 attend[...] = True
             case "first row":  # and no key is left in it
-                attend[..., :1, :] = False
+                first_row[...] = False
             case "all":
                 attend[...] = False
             case "last batch":
@@ -148,7 +149,7 @@ class Case:
             case "padding":  # as tokenizers and packers leave it, not only at the end
                 attend[...] = np.arange(keys) % 3 == 2
             case "finfo.min" | "-1e4":  # finite sentinels: in row 0 everywhere, elsewhere as drawn
-                attend[..., :1, :] = False
+                first_row[...] = False
                 sentinel = np.finfo(np.float32).min if self.mask_fill == "finfo.min" else -1e4
         if self.mask_dtype in ("bool", "int8", "int32"):
             return attend.astype(self.mask_dtype)

@@ -31,7 +31,7 @@ def asked_for(case: Case) -> list[str]:
 
 
 def one_node(case: Case, inputs: dict[str, Array], *, dynamic: bool = False, **attributes: Any) -> onnx.ModelProto:
-    """The node alone. bfloat16, which ONNX Runtime's Python does not take, becomes float32 between exact Casts.
+    """The node alone; bfloat16 widened, see `widen`.
 
     Args:
         case: for the attributes and outputs.
@@ -39,31 +39,44 @@ def one_node(case: Case, inputs: dict[str, Array], *, dynamic: bool = False, **a
         dynamic: shapes have ranks only.
         attributes: instead of, or besides, the case's.
     """
-    given = [name if name in inputs else "" for name in INPUTS]
+
+    def info(name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> onnx.ValueInfoProto:
+        names = [f"{name}_{i}" for i in range(len(shape))]
+        kind = helper.np_dtype_to_tensor_dtype(dtype)
+        return helper.make_tensor_value_info(name, kind, names if dynamic else shape)
+
+    given = trimmed([name if name in inputs else "" for name in INPUTS])
     attributes = {n: v for n, v in (case.attributes | attributes).items() if v is not None}
-    node = helper.make_node(
-        "FlashAttention", trimmed(given), asked_for(case), name="attention", domain=DOMAIN, **attributes
-    )
-    nodes, before, after = [node], [], []
-    graph_inputs, graph_outputs = [], []
-    for name, x in inputs.items():
-        narrow = x.dtype.name == "bfloat16"
-        kind = TensorProto.FLOAT if narrow else helper.np_dtype_to_tensor_dtype(x.dtype)
-        shape = [f"{name}_{i}" for i in range(x.ndim)] if dynamic else x.shape
-        graph_inputs.append(helper.make_tensor_value_info(f"{name}_wide" if narrow else name, kind, shape))
-        if narrow:
-            before.append(helper.make_node("Cast", [f"{name}_wide"], [name], to=TensorProto.BFLOAT16))
+    node = helper.make_node("FlashAttention", given, asked_for(case), name="attention", domain=DOMAIN, **attributes)
     shapes = case.output_shapes()
-    for name in filter(None, asked_for(case)):
-        narrow = case.dtype == "bfloat16" and name != "lse"
-        kind = TensorProto.FLOAT if narrow or name == "lse" else helper.np_dtype_to_tensor_dtype(np.dtype(case.dtype))
-        shape = [f"{name}_{i}" for i in range(len(shapes[name]))] if dynamic else shapes[name]
-        graph_outputs.append(helper.make_tensor_value_info(f"{name}_wide" if narrow else name, kind, shape))
-        if narrow:
-            after.append(helper.make_node("Cast", [name], [f"{name}_wide"], to=TensorProto.FLOAT))
-    graph = helper.make_graph([*before, *nodes, *after], "one_node", graph_inputs, graph_outputs)
+    kinds = {"lse": np.dtype(np.float32)}
+    graph = helper.make_graph(
+        [node],
+        "one_node",
+        [info(name, x.dtype, x.shape) for name, x in inputs.items()],
+        [info(name, kinds.get(name, numpy_dtype(case.dtype)), shapes[name]) for name in asked_for(case) if name],
+    )
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid(DOMAIN, 1)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    return widen(helper.make_model(graph, opset_imports=opsets, ir_version=10))
+
+
+def widen(model: onnx.ModelProto) -> onnx.ModelProto:
+    """bfloat16 inputs and outputs, which ONNX Runtime's Python does not take, become float32 between exact Casts.
+
+    Their names get "_wide" appended.
+    """
+    graph = model.graph
+    for infos, narrowing in ((graph.input, True), (graph.output, False)):
+        for info in infos:
+            if info.type.tensor_type.elem_type != TensorProto.BFLOAT16:
+                continue
+            name, wide = info.name, f"{info.name}_wide"
+            info.name, info.type.tensor_type.elem_type = wide, TensorProto.FLOAT
+            if narrowing:
+                graph.node.insert(0, helper.make_node("Cast", [wide], [name], to=TensorProto.BFLOAT16))
+            else:
+                graph.node.append(helper.make_node("Cast", [name], [wide], to=TensorProto.FLOAT))
+    return model
 
 
 def open_session(model: onnx.ModelProto, device: str = "cpu") -> Any:

@@ -7,8 +7,12 @@ import importlib
 import warnings
 from typing import Any
 
+import numpy as np
 import onnx
+from flashonnx.reference import Array
 
+# The inputs' last bits, where the expected outputs were computed in the input's dtype.
+TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
 # Ours has no such output: an attention that never forms the N^2 scores cannot return them.
 UNSUPPORTED_OUTPUT = "qk_matmul_output"
 
@@ -30,6 +34,15 @@ def asks_for_scores(model: onnx.ModelProto) -> bool:
     """Whether the case wants the N^2 scores."""
     outputs = model.graph.node[0].output
     return len(outputs) > 3 and bool(outputs[3])
+
+
+def assert_expected(outputs: list[Array], expected: list[Array]) -> None:
+    """Same dtypes and shapes, and values within TOLERANCE."""
+    assert len(outputs) == len(expected)
+    for out, right in zip(outputs, expected, strict=True):
+        assert (out.dtype, out.shape) == (right.dtype, right.shape)
+        tolerance = TOLERANCE[out.dtype.name]
+        np.testing.assert_allclose(out.astype(np.float64), right.astype(np.float64), tolerance, tolerance)
 
 
 def names() -> tuple[list[str], list[str]]:
