@@ -18,35 +18,24 @@ struct Direct {
   bool load_tile(int64_t first, int begin, int end) {
     tile_keys = keys + first * params.k.stride[2];
     tile_values = values + first * params.v.stride[2];
-    Vec zero{};
+    FiniteCheck check;
     for (int n = begin; n < end; ++n) {
       for (int64_t d = 0; d < params.value_dim; d += kWidth) {
-        zero += load_upto(tile_values + n * params.v.stride[2] + d, params.value_dim - d) * 0.0f;
+        check.add(load_upto(tile_values + n * params.v.stride[2] + d, params.value_dim - d));
       }
     }
-    return !any(zero != zero);
+    return check.finite();
   }
 
   void compute_scores(const float* q, int rows, int begin, int end, float* scores) const {
-    const int64_t stride = params.k.stride[2];
     for (int n = begin; n < end; n += kWidth) {
-      const int count = end - n < kWidth ? end - n : kWidth;
+      const T* lanes[kWidth];
+      for (int i = 0; i < kWidth; ++i) {
+        // Lanes past the end repeat the last key; their scores are masked like all columns past the end.
+        lanes[i] = tile_keys + (n + i < end ? n + i : end - 1) * params.k.stride[2];
+      }
       for (int r = 0; r < rows; ++r) {
-        Vec sums[kWidth] = {};
-        const float* query = q + r * plan.padded_head_dim;
-        int64_t d = 0;
-        if (count == kWidth) {
-          for (; d + kWidth <= params.head_dim; d += kWidth) {
-            const Vec x = load(query + d);
-#pragma GCC unroll 16
-            for (int i = 0; i < kWidth; ++i) sums[i] += x * load(tile_keys + (n + i) * stride + d);
-          }
-        }
-        for (; d < params.head_dim; d += kWidth) {
-          const Vec x = load(query + d);
-          for (int i = 0; i < count; ++i) sums[i] += x * load_upto(tile_keys + (n + i) * stride + d, params.head_dim - d);
-        }
-        store(scores + r * kKeyTile + n, sum_each(sums));
+        store(scores + r * kKeyTile + n, dot_products(q + r * plan.padded_head_dim, lanes));
       }
     }
   }
@@ -60,6 +49,22 @@ struct Direct {
   }
 
  private:
+  Vec dot_products(const float* query, const T* const (&lanes)[kWidth]) const {
+    Vec sums[kWidth] = {};
+    int64_t d = 0;
+    for (; d + kWidth <= params.head_dim; d += kWidth) {
+      const Vec x = load(query + d);
+#pragma GCC unroll 16
+      for (int i = 0; i < kWidth; ++i) sums[i] += x * load(lanes[i] + d);
+    }
+    if (d < params.head_dim) {
+      const Vec x = load(query + d);
+#pragma GCC unroll 16
+      for (int i = 0; i < kWidth; ++i) sums[i] += x * load_part(lanes[i] + d, static_cast<int>(params.head_dim - d));
+    }
+    return sum_each(sums);
+  }
+
   template <bool kSeen>
   void accumulate_rows(const float* weights, int rows, int begin, int end, const float* rescale, float* o) const {
     for (int r = 0; r < rows; ++r) {

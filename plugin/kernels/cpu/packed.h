@@ -34,15 +34,15 @@ void pack_keys(const T* source, int64_t stride, int64_t dim, int begin, int end,
 // Values [begin, end) of a tile: panel d / kPanel holds kKeyTile x kPanel. Answers whether all are finite.
 template <typename T>
 bool pack_values(const T* source, int64_t stride, int64_t dim, int begin, int end, float* target) {
-  Vec zero{};  // stays 0 until an Inf or NaN comes: 0 * Inf = NaN
+  FiniteCheck check;
   for (int n = begin; n < end; ++n) {
     for (int64_t d = 0; d < dim; d += kWidth) {
       const Vec x = load_upto(source + n * stride + d, dim - d);
-      zero += x * 0.0f;
+      check.add(x);
       store(target + d / kPanel * kKeyTile * kPanel + n * kPanel + d % kPanel, x);
     }
   }
-  return !any(zero != zero);
+  return check.finite();
 }
 
 // How rows meet the current tile of keys; Direct has the same functions.

@@ -10,7 +10,8 @@ using Params = flashonnx_attention_params;
 
 struct Rows {
   int count;
-  bool same_mask;  // of all rows
+  bool same_keys;  // begin and end are those of all rows
+  bool same_mask;
   int64_t head[kMaxRows];
   int64_t query[kMaxRows];
   int64_t begin[kMaxRows];  // keys outside of [begin, end) are masked by structure
@@ -53,6 +54,7 @@ inline void set_up_rows(const Params& params, const Plan& plan, int64_t b, int64
   int64_t query = first / plan.group;
   int64_t member = first % plan.group;  // of the group of heads
   rows.count = static_cast<int>(clamp(plan.total_rows - first, 0, plan.rows));
+  rows.same_keys = !params.is_causal && params.window_left < 0 && params.window_right < 0;
   rows.same_mask = masked;
   for (bool& started : rows.started) started = false;
   for (int r = 0; r < rows.count; ++r) {
@@ -81,6 +83,7 @@ inline void set_up_rows(const Params& params, const Plan& plan, int64_t b, int64
 
 // The keys that some row of [first, first + count) sees; begin >= end if none does.
 inline Range visible_keys(const Rows& rows, int first, int count) {
+  if (rows.same_keys) return {rows.begin[0], rows.end[0]};
   Range range{INT64_MAX, 0};
   for (int r = first; r < first + count; ++r) {
     if (rows.begin[r] >= rows.end[r]) continue;

@@ -46,6 +46,21 @@ FLASHONNX_INLINE void store(float* p, Vec x) { __builtin_memcpy(p, &x, sizeof x)
 
 FLASHONNX_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }  // b where one is NaN
 
+// Watches for Inf and NaN. The largest magnitude is a chain of latency 1, where 0 * x summed up would be one of 4.
+struct FiniteCheck {
+  IntVec largest{};
+
+  FLASHONNX_INLINE void add(Vec x) {
+    const IntVec magnitude = (IntVec)x & INT32_MAX;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  FLASHONNX_INLINE bool finite() const {
+    bool result = true;
+    for (int i = 0; i < kWidth; ++i) result &= largest[i] < 0x7f800000;
+    return result;
+  }
+};
+
 // -- 16-bit floats
 
 FLASHONNX_INLINE Vec widen(ShortVec bits, BFloat16) {
@@ -155,12 +170,6 @@ FLASHONNX_INLINE float max_lanes(Vec x) {
   return x[0];
 }
 
-FLASHONNX_INLINE bool any(IntVec mask) {
-  int32_t result = 0;
-  for (int i = 0; i < kWidth; ++i) result |= mask[i];
-  return result != 0;
-}
-
 // A Vec is kQuads quads of 4 lanes, and what crosses quads is dear, so the two below work within them.
 constexpr int kQuads = kWidth / 4;
 
@@ -248,19 +257,18 @@ FLASHONNX_INLINE Vec sum_each(const Vec (&sums)[kWidth]) {
 
 // -- functions
 
-// e^x for x <= 0 to within 1 ulp, 0 where that is below the smallest normal number; NaN stays. Cephes' expf: e^x = 2^n e^r with
-// |r| <= ln(2) / 2. Adding kRound leaves n + 127, the biased exponent, in the low bits of the sum.
+// e^x for x <= 0 to within 1.1 ulp, 0 where that is below the smallest normal number; NaN stays. e^x = 2^n e^r with |r| <= ln(2) / 2,
+// and a minimax polynomial for e^r. Adding kRound leaves n + 127, the biased exponent, in the low bits of the sum.
 FLASHONNX_INLINE Vec exp_nonpositive(Vec x) {
   constexpr float kRound = 0x1.8p23f + 127;
   const Vec shifted = x * 0x1.715476p0f + kRound;
   const Vec n = shifted - kRound;
-  const Vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  Vec p = broadcast(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
+  const Vec r = (x - n * 0x1.63p-1f) + n * 0x1.bd0106p-13f;  // ln(2) in two parts, the first exact times n
+  Vec p = broadcast(0x1.6a23dp-10f);
+  p = p * r + 0x1.123a2p-7f;
+  p = p * r + 0x1.5558f2p-5f;
+  p = p * r + 0x1.555492p-3f;
+  p = p * r + 0x1.fffffcp-2f;
   p = p * (r * r) + r + 1.0f;
   const Vec result = p * (Vec)((IntVec)shifted << 23);
   return x < -87.33f ? Vec{} : result;
