@@ -67,7 +67,7 @@ class Facts:
             return self._constants[value]
         if value.is_graph_input():  # an initializer that the caller may override
             return None
-        tensor = ir.convenience.get_const_tensor(value)
+        tensor = constant_tensor(value)
         if tensor is None or tensor.size > limit:
             return None
         array = tensor.numpy()
@@ -113,7 +113,7 @@ class Facts:
         if value in self._dtypes:
             return self._dtypes[value]
         node, kind = value.producer(), None
-        tensor = ir.convenience.get_const_tensor(value)
+        tensor = constant_tensor(value)
         if tensor is not None:
             kind = tensor.dtype
         elif node is not None and node.domain in _KNOWN_DOMAINS:
@@ -170,7 +170,7 @@ class Facts:
 
     def _declared(self, value: ir.Value) -> Dims | None:
         if value.shape is None:
-            tensor = ir.convenience.get_const_tensor(value)
+            tensor = constant_tensor(value)
             if tensor is None:
                 return None
             return tuple(Dim.of(int(size)) for size in tensor.shape)
@@ -270,6 +270,20 @@ class Facts:
                     result = result.astype(arrays[0].dtype)
         if result.size <= _SMALL:
             self._constants[node.outputs[0]] = result
+
+
+def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """The tensor of an initializer or a Constant node; None for any other value."""
+    if value is None or value.const_value is not None:
+        return value.const_value if value is not None else None
+    node = value.producer()
+    if node is None or node.op_type != "Constant" or node.domain:
+        return None
+    attribute = node.attributes.get("value")
+    if attribute is not None:  # onnx-ir's own look-up would rename the caller's tensor
+        return attribute.as_tensor()
+    known = {"value_float", "value_floats", "value_int", "value_ints"} & set(node.attributes)
+    return ir.convenience.get_const_tensor(value) if known else None
 
 
 def opset_of(imports: dict[str, int]) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import onnx_ir as ir
 from flashonnx.export.build import Builder
 from flashonnx.export.dims import Dim, product
-from flashonnx.export.facts import Facts
+from flashonnx.export.facts import Facts, constant_tensor
 from flashonnx.export.products import Labels
 from flashonnx.export.views import LAYOUT_OPERATORS, Axis, Factor, View, peel, regroup
 
@@ -255,7 +255,7 @@ def _same_reshape(value: ir.Value) -> Callable[[Builder, ir.Value], ir.Value] | 
     if node is None or node.op_type != "Reshape" or node.domain:
         return None
     target = node.inputs[1]
-    tensor = ir.convenience.get_const_tensor(target) if target is not None else None
+    tensor = constant_tensor(target)
     attributes = {name: attribute.value for name, attribute in node.attributes.items()}
     if not attributes.get("allowzero") and (tensor is None or (tensor.numpy() == 0).any()):
         return None
