@@ -1,0 +1,58 @@
+#include "kernels/common/problem.h"
+
+namespace flashonnx {
+namespace {
+
+View view(const flashonnx_tensor& tensor) { return {tensor.data, tensor.stride[0], tensor.stride[1], tensor.stride[2]}; }
+
+bool present(const flashonnx_tensor& tensor) { return tensor.dtype != FLASHONNX_NONE; }
+
+}  // namespace
+
+Problem problem_of(const Params& params) {
+  Problem p = {};
+  p.q = view(params.q), p.k = view(params.k), p.v = view(params.v), p.o = view(params.o);
+  p.output_dtype = params.o.dtype;
+  if (present(params.lse)) p.lse = view(params.lse);
+  p.key_limit = static_cast<int32_t>(params.kv_length);
+  if (present(params.mask)) {
+    p.mask = view(params.mask);
+    p.mask_key = params.mask.stride[3];
+    p.mask_dtype = params.mask.dtype;
+    p.key_limit = static_cast<int32_t>(params.mask_keys);
+  }
+  if (present(params.key_lengths)) {
+    p.key_lengths = params.key_lengths.data;
+    p.key_lengths_stride = params.key_lengths.stride[0];
+    p.lengths_64 = params.key_lengths.dtype == FLASHONNX_INT64;
+  }
+  if (present(params.sinks)) {
+    p.sinks = static_cast<const float*>(params.sinks.data);
+    p.sinks_stride = params.sinks.stride[0];
+  }
+  p.batch_heads = params.batch * params.q_heads;
+  p.q_heads = params.q_heads;
+  p.group = params.q_heads / params.kv_heads;
+  p.q_length = static_cast<int32_t>(params.q_length);
+  p.key_length = static_cast<int32_t>(params.kv_length);
+  p.head_dim = static_cast<int32_t>(params.head_dim);
+  p.value_dim = static_cast<int32_t>(params.value_dim);
+  p.offset = params.causal_offset;
+  p.offset_from_lengths = params.offset_from_lengths && p.key_lengths;
+  p.left = params.window_left;
+  p.right = params.is_causal ? 0 : params.window_right;
+  p.empty_row_mean = params.empty_row == FLASHONNX_EMPTY_ROW_MEAN;
+  p.scale = params.scale;
+  p.softcap = params.softcap;
+  return p;
+}
+
+bool rows_aligned(const flashonnx_tensor& tensor, int64_t batch, int64_t heads, int64_t rows, int64_t bytes) {
+  const int64_t sizes[3] = {batch, heads, rows};
+  const int64_t element_size = tensor.dtype == FLASHONNX_FLOAT32 ? 4 : 2;
+  bool aligned = reinterpret_cast<uintptr_t>(tensor.data) % bytes == 0;
+  for (int i = 0; i < 3; ++i) aligned &= sizes[i] <= 1 || tensor.stride[i] * element_size % bytes == 0;
+  return aligned;
+}
+
+}  // namespace flashonnx

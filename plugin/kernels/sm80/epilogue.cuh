@@ -1,0 +1,96 @@
+// From a warp's sums to the output: normalisation with sinks, lse, rows without a key, and stores.
+#pragma once
+
+#include "kernels/sm80/mask.cuh"
+
+namespace flashonnx::sm80 {
+
+constexpr float kLn2 = 0.6931471805599453f;
+
+__device__ __forceinline__ float natural_lse(float maximum, float sum) {
+  if (sum == 0.f) return -INFINITY;
+  // A bias at its bound stands for any larger one.
+  return maximum <= -kLargestBias ? -FLT_MAX : kLn2 * (maximum + __log2f(sum));
+}
+
+// What a row's sum of P V is multiplied by; 0 for a row without keys.
+__device__ __forceinline__ float normaliser(const Problem& p, int64_t head, float maximum, float sum) {
+  if (sum == 0.f) return 0.f;
+  if (!p.sinks) return __fdividef(1.f, sum);
+  const float sink = p.sinks[head * p.sinks_stride] * kLog2e;
+  const float top = fmaxf(maximum, sink);
+  const float keep = exp2_approximate(maximum - top);
+  return __fdividef(keep, sum * keep + exp2_approximate(sink - top));
+}
+
+__device__ __forceinline__ void store_element(const Problem& p, int64_t at, float x) {
+  if (p.output_dtype == FLASHONNX_FLOAT32) {
+    static_cast<float*>(p.o.data)[at] = x;
+  } else if (p.output_dtype == FLASHONNX_FLOAT16) {
+    static_cast<__half*>(p.o.data)[at] = __float2half_rn(x);
+  } else {
+    static_cast<__nv_bfloat16*>(p.o.data)[at] = __float2bfloat16_rn(x);
+  }
+}
+
+// The mean of the first `length` rows of V, for the whole block; `partial` holds kWarps rows of floats, the first becomes it.
+template <class T, class C>
+__device__ __forceinline__ void mean_of_values(const T* v, int64_t stride, int length, int dim, const Lane& lane,
+                                               float* partial) {
+  for (int d = lane.lane; d < dim; d += 32) {
+    float sum = 0.f;
+    for (int key = lane.warp; key < length; key += C::kWarps) sum += to_float(v[key * stride + d]);
+    partial[lane.warp * C::kDim + d] = sum;
+  }
+  __syncthreads();
+  for (int d = threadIdx.x; d < dim; d += C::kThreads) {
+    float sum = 0.f;
+    for (int w = 0; w < C::kWarps; ++w) sum += partial[w * C::kDim + d];
+    partial[d] = __fdividef(sum, max(length, 1));
+  }
+  __syncthreads();
+}
+
+// Stores a warp's rows. In the common case they go through the warp's own rows of Q's tile, so that whole rows are written.
+template <class T, class C>
+__device__ __forceinline__ void store_rows(const Problem& p, const Plan& plan, const Lane& lane, int64_t at, int rows,
+                                           const float (&output)[C::kRowTiles][C::kDimTiles][4], uint32_t staging) {
+  using L = Layout<C::kDim>;
+  if (plan.o_vectors) {
+#pragma unroll
+    for (int r = 0; r < C::kRowTiles; ++r) {
+#pragma unroll
+      for (int d = 0; d < C::kDimTiles; ++d) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          store_shared(staging + L::offset(r * 16 + h * 8 + lane.row, d) + lane.column * 2,
+                       pack<T>(output[r][d][2 * h], output[r][d][2 * h + 1]));
+        }
+      }
+    }
+    __syncwarp();
+#pragma unroll 4
+    for (int i = lane.lane; i < C::kWarpQueries * L::kChunks; i += 32) {
+      const int row = i / L::kChunks, chunk = i % L::kChunks;
+      if (row < rows && chunk * 8 < p.value_dim) {
+        *reinterpret_cast<uint4*>(static_cast<T*>(p.o.data) + at + row * p.o.row + chunk * 8) =
+            load_shared(staging + L::offset(row, chunk));
+      }
+    }
+    return;
+  }
+#pragma unroll
+  for (int r = 0; r < C::kRowTiles; ++r) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = r * 16 + i / 2 * 8 + lane.row;
+#pragma unroll
+      for (int d = 0; d < C::kDimTiles; ++d) {
+        const int feature = 8 * d + lane.column + i % 2;
+        if (row < rows && feature < p.value_dim) store_element(p, at + row * p.o.row + feature, output[r][d][i]);
+      }
+    }
+  }
+}
+
+}  // namespace flashonnx::sm80

@@ -1,0 +1,40 @@
+// Launches the kernel of one tiling, for both element types. Each tiling is compiled in a file of its own.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "kernels/common/cuda.h"
+#include "kernels/sm80/kernel.cuh"
+#include "kernels/sm80/launch.h"
+
+namespace flashonnx::sm80 {
+
+template <class T, class C, bool kGeneral>
+flashonnx_status launch_kernel(const Problem& p, Plan plan, cudaStream_t stream) {
+  static_assert(C::kKeys <= C::kThreads && C::kKeys % 16 == 0 && C::kDim % 32 == 0);
+  plan.row_tiles = (p.q_length + C::kQueries - 1) / C::kQueries;
+  const int64_t blocks = plan.row_tiles * p.batch_heads;
+  if (blocks > std::numeric_limits<int32_t>::max()) {
+    return make_status(FLASHONNX_NOT_IMPLEMENTED, "sm80: up to 2^31 blocks, got %lld", static_cast<long long>(blocks));
+  }
+  const auto kernel = attention<T, C, kGeneral>;
+  // Per device, so not once per process; it only writes a field of the loaded function.
+  FLASHONNX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes));
+  kernel<<<static_cast<unsigned>(blocks), C::kThreads, C::kSharedBytes, stream>>>(p, plan);
+  return cuda_status(cudaGetLastError(), "sm80 attention kernel");
+}
+
+template <class C>
+flashonnx_status launch_tiling(const Problem& p, const Plan& plan, bool bfloat16, cudaStream_t stream) {
+  if (plan.all_tiles || plan.mask_per_key) {
+    return bfloat16 ? launch_kernel<__nv_bfloat16, C, true>(p, plan, stream)
+                    : launch_kernel<__half, C, true>(p, plan, stream);
+  }
+  return bfloat16 ? launch_kernel<__nv_bfloat16, C, false>(p, plan, stream)
+                  : launch_kernel<__half, C, false>(p, plan, stream);
+}
+
+}  // namespace flashonnx::sm80
