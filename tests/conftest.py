@@ -19,8 +19,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if without_gpu and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="tier gpu: no CUDA device"))
-        if item.get_closest_marker("slow") and "slow" not in config.option.markexpr:
-            item.add_marker(pytest.mark.skip(reason="tier slow: not asked for (-m slow)"))
 
 
 @pytest.hookimpl(wrapper=True)
