@@ -1,0 +1,87 @@
+"""The documents tell the truth: their code runs, their links lead somewhere.
+
+A block that is not run says why, in the line before it: <!-- not run: reason -->
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "samples").rglob("*.md")})
+FENCE = re.compile(
+    r"^(?:<!-- not run: (?P<reason>.+?) -->\n+)?```(?P<language>\w*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
+)
+RUN = {"python": "python", "py": "python", "bash": "bash", "sh": "bash", "console": "bash"}
+TIMEOUT = 240  # seconds
+
+
+def _name(document: Path) -> str:
+    return str(document.relative_to(ROOT))
+
+
+def blocks(document: Path, language: str) -> list[str]:
+    """The blocks of that language that are to be run."""
+    found = FENCE.finditer(document.read_text())
+    return [m["code"] for m in found if RUN.get(m["language"]) == language and not m["reason"]]
+
+
+def _execute(command: list[str], folder: Path) -> None:
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
+def test_there_is_a_readme() -> None:
+    assert ROOT / "README.md" in DOCUMENTS
+
+
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if blocks(d, "python")], ids=_name)
+def test_python_blocks_run(document: Path, tmp_path: Path, library_path: str) -> None:
+    """All of a document, one after the other in one program, as a reader would type them."""
+    program = tmp_path / "document.py"
+    program.write_text("\n".join(blocks(document, "python")))
+    _execute([sys.executable, str(program)], tmp_path)
+
+
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if blocks(d, "bash")], ids=_name)
+def test_bash_blocks_run(document: Path, library_path: str) -> None:
+    """In the repository's root; a leading "$ " is the prompt."""
+    code = "\n".join(re.sub(r"^\$ ", "", block, flags=re.MULTILINE) for block in blocks(document, "bash"))
+    _execute(["bash", "-euo", "pipefail", "-c", code], ROOT)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
+def test_links_lead_somewhere(document: Path) -> None:
+    """Files exist, anchors are headings; addresses on the web are well-formed (they are not fetched)."""
+    text = FENCE.sub("", document.read_text())
+    wrong = []
+    for target in re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", text):
+        if re.match(r"https?://[\w.-]+(/\S*)?$|mailto:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = document if not path else (document.parent / path)
+        if not file.exists() or (anchor and anchor not in _anchors(file)):
+            wrong.append(target)
+    assert not wrong
+
+
+def _anchors(document: Path) -> set[str]:
+    """GitHub's names of a document's headings."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", document.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_fence_is_understood() -> None:
+    """A fence that the pattern misses would silently not be run."""
+    for document in DOCUMENTS:
+        lines = [line for line in document.read_text().splitlines() if line.startswith("```")]
+        assert len(lines) == 2 * len(list(FENCE.finditer(document.read_text()))), _name(document)
