@@ -24,7 +24,6 @@ import shutil
 import subprocess
 import sys
 import time
-import tomllib
 import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -81,7 +80,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def make_environment() -> str:
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036
         raise SetupError(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: run it with a newer one")
     stamp = Stamp("environment", sys.version)
     if PYTHON.exists() and stamp.fresh:
@@ -96,6 +95,8 @@ def make_environment() -> str:
 
 
 def install_packages(tensorrt: bool) -> str:
+    import tomllib  # from Python 3.11 on: an older one has been told so by now
+
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
     wanted = project["build-system"]["requires"] + project["project"]["dependencies"]
@@ -114,7 +115,15 @@ def install_group(name: str, wanted: list[str]) -> str:
     stamp = Stamp(name, *wanted, CONSTRAINTS.read_text(), Stamp("environment", sys.version).value)
     if stamp.fresh:
         return f"{name}: there"
-    pip("install", "--progress-bar", "off", "-c", str(CONSTRAINTS), *wanted, show=r"Collecting|Downloading|Installing")
+    pip(
+        "install",
+        "--progress-bar",
+        "off",
+        "-c",
+        str(CONSTRAINTS),
+        *wanted,
+        show=r"Downloading \S+ \(.*?\)|Installing collected packages",
+    )
     stamp.set()
     return f"{name}: installed"
 
@@ -210,8 +219,8 @@ def bring_tensorrt_headers(folder: Path) -> None:
         wheel = next(work.glob("*.whl"))
     except (SetupError, StopIteration) as error:
         raise SetupError(
-            f"TensorRT's headers come from the wheel {TENSORRT_WHEEL}, which could not be had. Name a folder that holds "
-            f"NvInfer.h: --tensorrt-headers DIR, or FLASHONNX_TENSORRT_INCLUDE_DIR=DIR\n{error}"
+            f"TensorRT's headers come from the wheel {TENSORRT_WHEEL}, which could not be had. Name a folder that "
+            f"holds NvInfer.h: --tensorrt-headers DIR, or FLASHONNX_TENSORRT_INCLUDE_DIR=DIR\n{error}"
         ) from None
     folder.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(wheel) as archive:
@@ -281,7 +290,7 @@ def teller(show: str | None) -> Callable[[str], None]:
     def tell(line: str) -> None:
         match = re.search(show, line) if show else None
         if match:
-            print(f"\n    {line[match.start():][:110]}", end=" ", flush=True)
+            print(f"\n    {match[0][:110]}", end=" ", flush=True)
 
     return tell
 
