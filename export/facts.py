@@ -134,6 +134,15 @@ class Facts:
         """Makes the shape of a new value known."""
         self._dims[value] = dims
 
+    def learn(self, nodes: Iterable[ir.Node]) -> None:
+        """Works out what new nodes make, and writes it down in the model too."""
+        for node in nodes:
+            self._visit(node)
+            for value in node.outputs:
+                dims = self._dims.get(value)
+                if dims is not None:
+                    value.shape = shape_of(dims)
+
     def unknown(self) -> Dim:
         """A dimension equal to nothing but itself."""
         return Dim.atom(f"?{next(self._names)}")
@@ -289,6 +298,12 @@ def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
 def opset_of(imports: dict[str, int]) -> int:
     """The version of the default domain."""
     return imports.get("", imports.get("ai.onnx", 0))
+
+
+def shape_of(dims: Dims) -> ir.Shape:
+    """An onnx-ir shape; made-up names are left open."""
+    sizes = [dim.value if dim.value is not None else None if is_unknown(dim) else str(dim) for dim in dims]
+    return ir.Shape(sizes)
 
 
 def is_unknown(dim: Dim) -> bool:

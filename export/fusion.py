@@ -107,6 +107,7 @@ def apply(fusion: Fusion, rewrite: Rewrite) -> None:
     assert anchor is not None and anchor.graph is not None
     graph = anchor.graph
     graph.insert_before(anchor, rewrite.builder.nodes)
+    fusion.facts.learn(rewrite.builder.nodes)
     for old, new in rewrite.replaced.items():
         dims = fusion.facts.dims(old)
         if dims is not None:

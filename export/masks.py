@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 from flashonnx.export.build import Builder, Names
-from flashonnx.export.facts import Dims, Facts
+from flashonnx.export.facts import Facts
 from flashonnx.export.views import peel
 
 ELEMENTWISE = frozenset(
@@ -83,10 +83,7 @@ class MaskReducer:
         builder = Builder(self._names, f"{node.name}_small")
         attributes = {name: attribute.value for name, attribute in node.attributes.items()}
         result = builder.op(node.op_type, *inputs, dtype=self._facts.dtype(value), **attributes)
-        dims = broadcast_dims(self._facts, inputs)
-        if dims is not None:
-            self._facts.set_dims(result, dims)
-            result.shape = shape_of(dims)
+        self._facts.learn(builder.nodes)
         assert node.graph is not None
         node.graph.insert_after(node, builder.nodes)
         self.made += builder.nodes
@@ -96,25 +93,14 @@ class MaskReducer:
         """The value upstream that `value` repeats, if it has the same axes."""
         for peeled in peel(self._facts, value, scales=False):
             view = peeled.view
+            if any(0 < sum(f.repeats for f in axis) < len(axis) for axis in view.axes):
+                continue  # an axis that repeats another one (batch merged into heads) does not broadcast
             kept = tuple(tuple(f for f in axis if not f.repeats) for axis in view.axes)
             while kept and not kept[0] and len(kept) > len(view.layout):
                 kept = kept[1:]
             if kept == view.layout and view.source is not value:
                 return view.source
         return value
-
-
-def broadcast_dims(facts: Facts, values: list[ir.Value | None]) -> Dims | None:
-    from flashonnx.export.shape_rules import broadcast
-
-    return broadcast(facts, *(facts.dims(value) for value in values if value is not None))
-
-
-def shape_of(dims: Dims) -> ir.Shape:
-    """An onnx-ir shape; made-up names are left open."""
-    from flashonnx.export.facts import is_unknown
-
-    return ir.Shape([dim.value if dim.value is not None else None if is_unknown(dim) else str(dim) for dim in dims])
 
 
 def is_true(facts: Facts, value: ir.Value | None, depth: int = 0) -> bool:

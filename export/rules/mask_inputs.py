@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -197,18 +198,11 @@ class MaskBuilder:
             total = self._op(op_type, total, value, dtype=self.facts.dtype(total))
         return total
 
-    def _op(self, op_type: str, *inputs: ir.Value, dtype: ir.DataType | None) -> ir.Value:
-        result = self.builder.op(op_type, *inputs, dtype=dtype)
-        self._note_dims(result, *inputs)
+    def _op(self, op_type: str, *inputs: ir.Value, dtype: ir.DataType | None, **attributes: Any) -> ir.Value:
+        start = len(self.builder.nodes)
+        result = self.builder.op(op_type, *inputs, dtype=dtype, **attributes)
+        self.facts.learn(self.builder.nodes[start:])
         return result
-
-    def _note_dims(self, result: ir.Value, *inputs: ir.Value) -> None:
-        from flashonnx.export.masks import broadcast_dims, shape_of
-
-        dims = broadcast_dims(self.facts, list(inputs))
-        if dims is not None:
-            self.facts.set_dims(result, dims)
-            result.shape = shape_of(dims)
 
     # -- four dimensions (batch, heads, queries, keys)
 
@@ -225,14 +219,16 @@ class MaskBuilder:
     def _arranged(self, view: View) -> ir.Value | None:
         labels, roles = self.axes.labels, self.axes.roles
         axes = [()] * (len(labels) - len(view.axes)) + list(view.axes)
-        named = {
-            label: tuple(factor for factor in axis if not factor.repeats)
-            for label, axis in zip(labels, axes, strict=True)
-        }
-        batch, heads = self._batch_and_heads(view, [named[label] for label in roles.batch])
-        if batch is None or heads is None:
+        named = dict(zip(labels, axes, strict=True))
+        divided = self._batch_and_heads(view, [named[label] for label in roles.batch])
+        if divided is None:
             return None
-        wanted = [batch, heads, named[roles.query], named[roles.key]]
+        wanted = []
+        for axis in (*divided, named[roles.query], named[roles.key]):
+            kept = tuple(factor for factor in axis if not factor.repeats)
+            if kept and kept != axis:
+                return None  # repeated in part: that is not a broadcast
+            wanted.append(kept)
         source, layout = view.source, list(view.layout)
         if len(layout) >= 2 and layout == wanted[4 - len(layout) :] and not any(wanted[: 4 - len(layout)]):
             return source
@@ -246,32 +242,30 @@ class MaskBuilder:
         dtype = self.facts.dtype(source)
         result = source
         if ones:
-            result = self.builder.op("Squeeze", result, self.builder.ints(ones), dtype=dtype)
+            result = self._op("Squeeze", result, self.builder.ints(ones), dtype=dtype)
         if occupied != present:
             perm = [occupied.index(axis) for axis in present]
-            result = self.builder.op("Transpose", result, perm=perm, dtype=dtype)
+            result = self._op("Transpose", result, perm=perm, dtype=dtype)
         missing = [index for index, axis in enumerate(wanted) if not axis]
         if missing:
-            result = self.builder.op("Unsqueeze", result, self.builder.ints(missing), dtype=dtype)
-        dims = tuple(product(factor.size for factor in axis) for axis in wanted)
-        self.facts.set_dims(result, dims)
+            result = self._op("Unsqueeze", result, self.builder.ints(missing), dtype=dtype)
         return result
 
-    def _batch_and_heads(self, view: View, axes: list[Axis]) -> tuple[Axis, Axis] | tuple[None, None]:
+    def _batch_and_heads(self, view: View, axes: list[Axis]) -> tuple[Axis, Axis] | None:
         if len(axes) == 2:
             return axes[0], axes[1]
         if not axes or not axes[0]:
             return (), ()
         if len(axes) > 2:
-            return None, None
-        total = product(factor.size for factor in axes[0])
-        heads = self.axes.heads
-        for sizes in ((heads.batch, heads.heads), (heads.batch, Dim.of(1)), (Dim.of(1), heads.heads)):
-            if product(sizes) == total:
-                parts = regroup(View(view.source, view.layout, (axes[0],)), sizes)
-                if parts is not None and parts.layout == view.layout:
-                    return parts.axes[0], parts.axes[1]
-        return None, None
+            return None
+        sizes = (self.axes.heads.batch, self.axes.heads.heads)
+        if product(sizes) != product(factor.size for factor in axes[0]):
+            return None
+        # With what is repeated: a (heads,) bias over merged batch and heads must not be taken for a (batch,) one.
+        parts = regroup(View(view.source, view.layout, (axes[0],)), sizes)
+        if parts is None or parts.layout != view.layout:
+            return None
+        return parts.axes[0], parts.axes[1]
 
     def _expanded(self, mask: ir.Value | None) -> ir.Value | None:
         """`mask` with as many columns as there are keys: a single column would mean one key."""
