@@ -25,15 +25,17 @@ __device__ __forceinline__ void sum_values(const T* v, int64_t stride, int lengt
 
 // Gives rows without keys the mean of V. Every thread of the block calls this; `partial` is free shared memory.
 template <class T, class C>
-__device__ __forceinline__ void mean_of_values(const Problem& p, const Lane<C>& lane, const T* v, int length, float* partial,
+__device__ __forceinline__ void mean_of_values(const Problem& p, const Place& place, const Lane<C>& lane, float* partial,
                                                RowState<C>& state) {
   constexpr int kWarps = C::kThreads / 32;
   static_assert(kWarps * C::kHeadDim <= 2 * C::kChunk, "the partial sums fit in the slots");
   bool empty = false;
 #pragma unroll
   for (int i = 0; i < C::kThreadRows; ++i) empty |= state.sum[i] == 0.f;
+  const int length = key_length_of(p, place.batch);
   if (!__syncthreads_or(empty) || length == 0) return;  // the barrier also says that the slots are free
-  sum_values<T, C>(v, p.v.row, length, p.value_dim, partial);
+  sum_values<T, C>(static_cast<const T*>(p.v.data) + place.batch * p.v.batch + place.kv_head * p.v.head, p.v.row, length,
+                   p.value_dim, partial);
   __syncthreads();
 #pragma unroll
   for (int c = 0; c < C::kThreadColumns; ++c) {
@@ -77,11 +79,11 @@ __device__ __forceinline__ void store_rows(const Problem& p, const Place& place,
   }
 }
 
-// Divides, and writes the tile's outputs. `v`: the head's first value; `scratch`: 2 chunks of shared memory that no copy is
-// on its way to. state.sum is complete.
+// Divides, and writes the tile's outputs. `scratch`: 2 chunks of shared memory that no copy is on its way to.
+// state.sum is complete.
 template <class T, class C>
-__device__ __forceinline__ void finish_rows(const Problem& p, const Place& place, const Lane<C>& lane, const T* v, int length,
-                                            int last_query, float* scratch, RowState<C>& state) {
+__device__ __forceinline__ void finish_rows(const Problem& p, const Place& place, const Lane<C>& lane, int last_query,
+                                            float* scratch, RowState<C>& state) {
   const float sink = p.sinks ? p.sinks[place.head * p.sinks_stride] : -INFINITY;
   float* const lse = static_cast<float*>(p.lse.data);
 #pragma unroll
@@ -101,7 +103,7 @@ __device__ __forceinline__ void finish_rows(const Problem& p, const Place& place
 #pragma unroll
     for (int c = 0; c < C::kThreadColumns; ++c) state.output[i][c] = sum == 0.f ? 0.f : state.output[i][c] * factor;
   }
-  if (p.empty_row_mean && !p.sinks) mean_of_values<T, C>(p, lane, v, length, scratch, state);
+  if (p.empty_row_mean && !p.sinks) mean_of_values<T, C>(p, place, lane, scratch, state);
 
   switch (p.output_dtype) {
     case FLASHONNX_FLOAT32:

@@ -30,8 +30,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks) attention_kernel(c
   float* const probabilities = slots + 2 * C::kChunk;
   float* const statistics = probabilities + C::kBlockRows * C::kBlockKeys;
 
-  const int length = key_length_of(p, place.batch);
-  const KeyRange range = key_range(p, length);
+  const KeyRange range = key_range(p, key_length_of(p, place.batch));
   const int last_query = min(place.first_query + C::kBlockRows, p.q_length) - 1;
   const int first_key = range.lower(place.first_query), end_key = range.upper(last_query);
   const int warp_first = place.first_query + 32 * lane.warp_row;
@@ -67,7 +66,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks) attention_kernel(c
     float scores[C::kThreadRows][C::kThreadKeys] = {};
     for (int chunk = 0; chunk < key_chunks; ++chunk) {
       float* const slot = slots + (step++ & 1) * C::kChunk;
-      loader.template finish<KeyChunk<C>>(slot, false);
+      loader.template finish<KeyChunk<C>>(slot, p.k_vectors, false);
       __syncthreads();
       if (chunk + 1 < key_chunks) {
         begin_keys(tile, chunk + 1);
@@ -87,7 +86,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks) attention_kernel(c
 
     for (int key = 0; tile + key < tile_end; key += C::kValueKeys) {
       float* const slot = slots + (step++ & 1) * C::kChunk;
-      const bool careful = __syncthreads_or(loader.template finish<ValueChunk<C>>(slot, check));
+      const bool careful = __syncthreads_or(loader.template finish<ValueChunk<C>>(slot, p.v_vectors, check));
       if (tile + key + C::kValueKeys < tile_end) {
         begin_values(tile + key + C::kValueKeys);
       } else if (tile_end < end_key) {
@@ -99,7 +98,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks) attention_kernel(c
   }
 
   reduce_sums(lane, statistics, state);
-  finish_rows<T, C>(p, place, lane, v, length, last_query, slots, state);
+  finish_rows<T, C>(p, place, lane, last_query, slots, state);
 }
 
 }  // namespace flashonnx::simt

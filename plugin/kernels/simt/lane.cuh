@@ -21,8 +21,10 @@ struct Lane {
   // Rows of the block's tile, keys of the tile, and first features of the lane's vectors of 4.
   __device__ __forceinline__ int query(int i) const { return 32 * warp_row + C::kLaneRows * i + row; }
   __device__ __forceinline__ int key(int j) const {
-    constexpr int kVector = C::kKeyVector;
-    return warp_column * (C::kBlockKeys / C::kColumnWarps) + (j / kVector * C::kLaneColumns + column) * kVector + j % kVector;
+    return warp_column * (C::kBlockKeys / C::kColumnWarps) + column * C::kKeyVector + key_step(j);
+  }
+  static __device__ __forceinline__ constexpr int key_step(int j) {  // key(j) - key(0)
+    return j / C::kKeyVector * C::kKeyVector * C::kLaneColumns + j % C::kKeyVector;
   }
   __device__ __forceinline__ int feature(int vector) const {
     return warp_column * C::kLaneColumns * C::kThreadColumns + 4 * (C::kLaneColumns * vector + column);
@@ -39,8 +41,12 @@ __device__ __forceinline__ float reduce_row(float x, Combine combine) {
 
 // P of the tile, swizzled so that the 4 rows a warp touches at once lie in different banks.
 template <class C>
+__device__ __forceinline__ int probability_column(int query, int key) {
+  return 4 * ((key / 4) ^ (2 * (query & 3))) + key % 4;
+}
+template <class C>
 __device__ __forceinline__ int probability_offset(int query, int key) {
-  return query * C::kBlockKeys + 4 * ((key / 4) ^ (2 * (query & 3))) + key % 4;
+  return query * C::kBlockKeys + probability_column<C>(query, key);
 }
 
 // Writes a lane's scores or probabilities to their places in P.

@@ -12,10 +12,10 @@ View view(const flashonnx_tensor& tensor) { return {tensor.data, tensor.stride[0
 
 int64_t element_size(int32_t dtype) { return dtype == FLASHONNX_FLOAT32 ? 4 : 2; }
 
-// Whether every row starts at a multiple of `bytes`. Strides of dimensions of size 1 are never used.
-bool rows_aligned(const flashonnx_tensor& tensor, int64_t batch, int64_t heads, int64_t rows, int64_t bytes) {
+// Whether every row consists of whole, aligned vectors of `bytes`. Strides of dimensions of size 1 are never used.
+bool rows_aligned(const flashonnx_tensor& tensor, int64_t batch, int64_t heads, int64_t rows, int64_t dim, int64_t bytes) {
   const int64_t sizes[3] = {batch, heads, rows};
-  bool aligned = reinterpret_cast<uintptr_t>(tensor.data) % bytes == 0;
+  bool aligned = reinterpret_cast<uintptr_t>(tensor.data) % bytes == 0 && dim * element_size(tensor.dtype) % bytes == 0;
   for (int i = 0; i < 3; ++i) {
     aligned &= sizes[i] <= 1 || tensor.stride[i] * element_size(tensor.dtype) % bytes == 0;
   }
@@ -44,8 +44,8 @@ Problem problem_of(const Params& params) {
     p.sinks_stride = params.sinks.stride[0];
   }
   p.batch_heads = params.batch * params.q_heads;
-  p.q_heads = params.q_heads;
-  p.group = params.q_heads / params.kv_heads;
+  p.q_heads = static_cast<int32_t>(params.q_heads);
+  p.group = static_cast<int32_t>(params.q_heads / params.kv_heads);
   p.q_length = static_cast<int32_t>(params.q_length);
   p.key_length = static_cast<int32_t>(params.kv_length);
   p.head_dim = static_cast<int32_t>(params.head_dim);
@@ -58,11 +58,11 @@ Problem problem_of(const Params& params) {
   p.empty_row_mean = params.empty_row == FLASHONNX_EMPTY_ROW_MEAN;
   p.scale = params.scale;
   p.softcap = params.softcap;
-  p.q_vectors = rows_aligned(params.q, params.batch, params.q_heads, params.q_length, 16);
-  p.k_vectors = rows_aligned(params.k, params.batch, params.kv_heads, params.kv_length, 16);
-  p.v_vectors = rows_aligned(params.v, params.batch, params.kv_heads, params.kv_length, 16);
+  p.q_vectors = rows_aligned(params.q, params.batch, params.q_heads, params.q_length, params.head_dim, 16);
+  p.k_vectors = rows_aligned(params.k, params.batch, params.kv_heads, params.kv_length, params.head_dim, 16);
+  p.v_vectors = rows_aligned(params.v, params.batch, params.kv_heads, params.kv_length, params.value_dim, 16);
   p.o_vectors =
-      rows_aligned(params.o, params.batch, params.q_heads, params.q_length, 4 * element_size(params.o.dtype));
+      rows_aligned(params.o, params.batch, params.q_heads, params.q_length, params.value_dim, 4 * element_size(params.o.dtype));
   return p;
 }
 
@@ -71,7 +71,8 @@ Problem problem_of(const Params& params) {
 int64_t workspace(const Params&) { return 0; }
 
 flashonnx_status launch(const Params& params, void*, void* stream) {
-  constexpr int64_t kMaxDim = 512, kMaxPositions = (int64_t{1} << 31) - 1024;  // positions are counted in 32 bits
+  constexpr int64_t kMaxDim = 512, kMaxCount = int64_t{1} << 31;
+  constexpr int64_t kMaxPositions = kMaxCount - 1024;  // positions, up to a tile past the end, are counted in 32 bits
   if (params.head_dim > kMaxDim || params.value_dim > kMaxDim) {
     return make_status(FLASHONNX_NOT_IMPLEMENTED, "simt: head dimensions up to 512, got %lld and %lld",
                        static_cast<long long>(params.head_dim), static_cast<long long>(params.value_dim));
@@ -79,6 +80,10 @@ flashonnx_status launch(const Params& params, void*, void* stream) {
   if (params.q_length > kMaxPositions || params.kv_length > kMaxPositions - params.q_length) {
     return make_status(FLASHONNX_NOT_IMPLEMENTED, "simt: queries and keys up to 2^31 together, got %lld and %lld",
                        static_cast<long long>(params.q_length), static_cast<long long>(params.kv_length));
+  }
+  if (params.batch >= kMaxCount || params.q_heads >= kMaxCount) {
+    return make_status(FLASHONNX_NOT_IMPLEMENTED, "simt: batches and heads below 2^31, got %lld and %lld",
+                       static_cast<long long>(params.batch), static_cast<long long>(params.q_heads));
   }
   const Problem problem = problem_of(params);
   const int64_t shared_limit = params.device.shared_memory;

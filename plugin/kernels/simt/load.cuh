@@ -64,81 +64,99 @@ __device__ __forceinline__ void load_queries(const T* source, int64_t stride, in
 }
 
 // Brings chunks in while the block computes on the one before: `begin` a chunk, compute, `finish` it, barrier, use it.
-// float32 goes by asynchronous copies; 16-bit elements wait in registers, because they are widened on the way.
+// float32 goes by asynchronous copies; 16-bit vectors wait in registers, because they are widened on the way. Rows that are
+// not aligned for vectors go element by element; 16-bit ones then without overlap, to spare registers and code.
+// A thread moves kPieces vectors of 16 bytes: one column of the chunk, every kRowStep-th row.
 template <class T, class C>
 class ChunkLoader {
   static constexpr bool kAsync = std::is_same_v<T, float>;
-  static constexpr int kPiece = 16 / sizeof(T);  // elements a thread moves at a time
+  static constexpr int kPiece = 16 / sizeof(T);
   static constexpr int kPieces = C::kChunk / kPiece / C::kThreads;
   static_assert(kPieces * kPiece * C::kThreads == C::kChunk);
 
  public:
   // `source`: the chunk's first element. Rows and columns from `rows` and `columns` on are not read and become zeros.
+  // `vectors`: every row is aligned to 16 bytes, and `columns` is a multiple of kPiece.
   template <class Chunk>
   __device__ __forceinline__ void begin(const T* source, int64_t stride, int rows, int columns, bool vectors, float* slot) {
+    const int first_row = row_of<Chunk>(), column = column_of<Chunk>();
+    if (vectors) {
+      const T* from = source + first_row * stride + column;
+      const int valid_rows = column < columns ? rows : 0;
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      const int row = piece_row<Chunk>(i), column = piece_column<Chunk>(i);
-      const int valid = row < rows ? max(min(columns - column, kPiece), 0) : 0;
-      const T* from = valid > 0 ? source + row * stride + column : source;
-      if constexpr (kAsync) {
-        float* to = slot + Chunk::offset(row, column);
-        if (vectors) {
-          copy_async16(to, from, 4 * valid);
+      for (int i = 0; i < kPieces; ++i, from += kRowStep<Chunk> * stride) {
+        const int row = first_row + i * kRowStep<Chunk>;
+        const bool valid = row < valid_rows;
+        if constexpr (kAsync) {
+          copy_async16(slot + Chunk::offset(row, column), valid ? from : source, valid ? 16 : 0);
         } else {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) copy_async4(to + e, e < valid ? from + e : from, e < valid ? 4 : 0);
+          staged_[i] = valid ? *reinterpret_cast<const uint4*>(from) : uint4{};
         }
-      } else if (vectors && valid == kPiece) {
-        staged_[i] = *reinterpret_cast<const Piece*>(from);
-      } else {
+      }
+      return;
+    }
+#pragma unroll 1
+    for (int i = 0; i < kPieces; ++i) {
+      const int row = first_row + i * kRowStep<Chunk>;
+      const T* from = source + row * stride + column;
+      const int valid = row < rows ? columns - column : 0;
 #pragma unroll
-        for (int e = 0; e < kPiece; ++e) staged_[i].at[e] = e < valid ? from[e] : from_float<T>(0.f);
+      for (int e = 0; e < kPiece; ++e) {
+        float* to = slot + Chunk::offset(row, column + e / 4 * 4) + e % 4;
+        if constexpr (kAsync) {
+          copy_async4(to, e < valid ? from + e : source, e < valid ? 4 : 0);
+        } else {
+          *to = e < valid ? to_float(from[e]) : 0.f;
+        }
       }
     }
   }
 
-  // Whether one of this thread's elements is infinite or not a number, if `check`.
+  // Afterwards the chunk is in the slot, for this thread; for others after a barrier. `vectors` as in `begin`.
+  // Returns whether one of this thread's elements is infinite or not a number, if `check`.
   template <class Chunk>
-  __device__ __forceinline__ bool finish(float* slot, bool check) {
-    float sum = 0.f;  // of zeros, unless something is not finite
-    if constexpr (kAsync) copy_wait();
+  __device__ __forceinline__ bool finish(float* slot, bool vectors, bool check) {
+    const int first_row = row_of<Chunk>(), column = column_of<Chunk>();
+    if constexpr (kAsync) {
+      copy_wait();
+    } else if (vectors) {
 #pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        const T* at = reinterpret_cast<const T*>(&staged_[i]);
+#pragma unroll
+        for (int e = 0; e < kPiece; e += 4) {
+          float4* to = reinterpret_cast<float4*>(slot + Chunk::offset(first_row + i * kRowStep<Chunk>, column + e));
+          *to = {to_float(at[e]), to_float(at[e + 1]), to_float(at[e + 2]), to_float(at[e + 3])};
+        }
+      }
+    }
+    if (!check) return false;
+    float sum = 0.f;  // of zeros, unless something is not finite
+#pragma unroll 2
     for (int i = 0; i < kPieces; ++i) {
-      const int row = piece_row<Chunk>(i), column = piece_column<Chunk>(i);
 #pragma unroll
       for (int e = 0; e < kPiece; e += 4) {
-        float4* to = reinterpret_cast<float4*>(slot + Chunk::offset(row, column + e));
-        float4 x;
-        if constexpr (kAsync) {
-          if (!check) return false;
-          x = *to;
-        } else {
-          const T* at = staged_[i].at + e;
-          x = {to_float(at[0]), to_float(at[1]), to_float(at[2]), to_float(at[3])};
-          *to = x;
-        }
+        const float4 x =
+            *reinterpret_cast<const float4*>(slot + Chunk::offset(first_row + i * kRowStep<Chunk>, column + e));
         sum = fmaf(x.x, 0.f, fmaf(x.y, 0.f, fmaf(x.z, 0.f, fmaf(x.w, 0.f, sum))));
       }
     }
-    return check && sum != 0.f;
+    return sum != 0.f;
   }
 
  private:
-  struct alignas(16) Piece {
-    T at[kPiece];
-  };
-
   template <class Chunk>
-  static __device__ __forceinline__ int piece_row(int i) {
-    return (threadIdx.x + i * C::kThreads) / (Chunk::kColumns / kPiece);
+  static constexpr int kRowStep = C::kThreads * kPiece / Chunk::kColumns;
+  template <class Chunk>
+  static __device__ __forceinline__ int row_of() {
+    return threadIdx.x / (Chunk::kColumns / kPiece);
   }
   template <class Chunk>
-  static __device__ __forceinline__ int piece_column(int i) {
-    return (threadIdx.x + i * C::kThreads) % (Chunk::kColumns / kPiece) * kPiece;
+  static __device__ __forceinline__ int column_of() {
+    return threadIdx.x % (Chunk::kColumns / kPiece) * kPiece;
   }
 
-  Piece staged_[kAsync ? 1 : kPieces];
+  uint4 staged_[kAsync ? 1 : kPieces];
 };
 
 }  // namespace flashonnx::simt

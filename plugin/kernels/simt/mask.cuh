@@ -31,18 +31,20 @@ __device__ __forceinline__ float add_bias(float score, float bias) {
 template <class M, class C>
 __device__ __forceinline__ void add_mask(const Problem& p, const Lane<C>& lane, int64_t batch, int64_t head, int first_query,
                                          int first_key, int limit, float* probabilities) {
-  const M* base = static_cast<const M*>(p.mask.data) + batch * p.mask.batch + head * p.mask.head + first_key * p.mask_key;
+  const int key = first_key + lane.key(0);
+  const M* base = static_cast<const M*>(p.mask.data) + batch * p.mask.batch + head * p.mask.head + key * p.mask_key;
 #pragma unroll 2
   for (int i = 0; i < C::kThreadRows; ++i) {
     const M* row = base + min(first_query + lane.query(i), p.q_length - 1) * p.mask.row;
     float bias[C::kThreadKeys];
 #pragma unroll
     for (int j = 0; j < C::kThreadKeys; ++j) {  // keys past the limit are outside the mask; the bounds remove them
-      bias[j] = first_key + lane.key(j) < limit ? bias_of(row[lane.key(j) * p.mask_key]) : 0.f;
+      bias[j] = key + Lane<C>::key_step(j) < limit ? bias_of(row[Lane<C>::key_step(j) * p.mask_key]) : 0.f;
     }
+    float* scores = probabilities + lane.query(i) * C::kBlockKeys;
 #pragma unroll
     for (int j = 0; j < C::kThreadKeys; ++j) {
-      float& score = probabilities[probability_offset<C>(lane.query(i), lane.key(j))];
+      float& score = scores[probability_column<C>(lane.row, lane.key(j))];
       score = add_bias(score, bias[j]);
     }
   }
@@ -92,10 +94,11 @@ __device__ __forceinline__ void cap_and_mask(const Problem& p, const Lane<C>& la
 template <class C>
 __device__ __forceinline__ void apply_bounds(const KeyRange& range, const Lane<C>& lane, int first_query, int first_key,
                                              float (&scores)[C::kThreadRows][C::kThreadKeys]) {
+  const int query = first_query + lane.query(0);
+  const int first = query + range.first - first_key, last = query + range.last - first_key, limit = range.limit - first_key;
 #pragma unroll
-  for (int i = 0; i < C::kThreadRows; ++i) {
-    const int lower = range.lower(first_query + lane.query(i)) - first_key;
-    const int upper = range.upper(first_query + lane.query(i)) - first_key;
+  for (int i = 0; i < C::kThreadRows; ++i) {  // as range.lower and upper, counted from the tile's first key
+    const int lower = first + C::kLaneRows * i, upper = min(last + C::kLaneRows * i, limit);
 #pragma unroll
     for (int j = 0; j < C::kThreadKeys; ++j) {
       if (lane.key(j) < lower || lane.key(j) >= upper) scores[i][j] = -INFINITY;

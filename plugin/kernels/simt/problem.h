@@ -26,8 +26,8 @@ struct Problem {
   int64_t batch_heads;  // batch * q_heads
   int32_t tiles;        // of queries
   int32_t tiles_outermost;  // deal out the last tile of every head first: the longest work of a causal problem
-  int64_t q_heads;
-  int64_t group;  // query heads per key head
+  int32_t q_heads;
+  int32_t group;  // query heads per key head
   int32_t q_length, key_length, head_dim, value_dim;
   int32_t key_limit;  // keys that the mask covers; all without one
 
@@ -42,15 +42,15 @@ struct Problem {
 };
 
 struct Place {  // what a block works on
-  int64_t batch, head, kv_head;
+  int32_t batch, head, kv_head;
   int32_t first_query;
 };
 
 FLASHONNX_HOST_DEVICE inline Place place_of(const Problem& problem, int64_t block, int block_rows) {
   const int64_t tile = problem.tiles_outermost ? block / problem.batch_heads : block % problem.tiles;
   const int64_t batch_head = problem.tiles_outermost ? block % problem.batch_heads : block / problem.tiles;
-  const int64_t head = batch_head % problem.q_heads;
-  return {batch_head / problem.q_heads, head, head / problem.group,
+  const int32_t head = static_cast<int32_t>(batch_head % problem.q_heads);
+  return {static_cast<int32_t>(batch_head / problem.q_heads), head, head / problem.group,
           static_cast<int32_t>(problem.tiles - 1 - tile) * block_rows};
 }
 
