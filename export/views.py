@@ -168,11 +168,11 @@ LAYOUT_OPERATORS = frozenset(_STEPS)
 
 @dataclasses.dataclass(frozen=True)
 class Peeled:
-    """A view of an operand, the number that multiplies it, and the nodes walked through."""
+    """A view of an operand, the number that multiplies it, and the layout operators before its source."""
 
     view: View
     factor: float
-    nodes: tuple[ir.Node, ...]
+    before: tuple[ir.Node, ...]
 
 
 def peel(facts: Facts, value: ir.Value, *, scales: bool) -> Iterator[Peeled]:
@@ -205,7 +205,7 @@ def peel(facts: Facts, value: ir.Value, *, scales: bool) -> Iterator[Peeled]:
             elif view is not None:
                 view = view.after(facts, node)
         if view is not None:
-            yield Peeled(view, factor, tuple(chain[:depth]))
+            yield Peeled(view, factor, tuple(chain[depth:]))
 
 
 def scaling(facts: Facts, node: ir.Node) -> tuple[ir.Value, float] | None:

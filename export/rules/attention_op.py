@@ -32,7 +32,6 @@ class _Site:
     inputs: dict[str, ir.Value | None]
     attributes: dict[str, Any]
     outputs: list[ir.Value]
-    remark: str = ""
 
 
 class StandardAttention(Rule):
@@ -52,7 +51,7 @@ class StandardAttention(Rule):
     kinds = ("Attention", schema.OP_TYPE)
 
     def rewrite(self, fusion: Fusion, candidate: Candidate) -> Rewrite:
-        site = _read(fusion, candidate)
+        site = _read(candidate)
         _check_types(fusion, site)
         builder = fusion.builder(site.node)
         arrangement = _arrangement(fusion, site)
@@ -73,10 +72,10 @@ class StandardAttention(Rule):
         if arrangement is not None:
             del replaced[site.outputs[0]]
             replaced = {arrangement.way_out.replaces: arrangement.way_out.build(builder, output), **replaced}
-        return Rewrite(builder, replaced, (site.node,), site.remark, output)
+        return Rewrite(builder, replaced, (site.node,), "", output)
 
 
-def _read(fusion: Fusion, candidate: Candidate) -> _Site:
+def _read(candidate: Candidate) -> _Site:
     node = candidate.node
     is_standard = candidate.kind == "Attention"
     names = schema.INPUTS[:-1] if is_standard else schema.INPUTS
@@ -92,10 +91,7 @@ def _read(fusion: Fusion, candidate: Candidate) -> _Site:
     outputs = outputs[: 3 if is_standard else 4]
     while len(outputs) > 1 and not _is_used(outputs[-1]):
         outputs.pop()
-    remark = ""
-    if is_standard and fusion.opset < 23:
-        remark = f"the model was invalid: opset {fusion.opset} has no Attention"
-    return _Site(node, inputs, attributes, outputs, remark)
+    return _Site(node, inputs, attributes, outputs)
 
 
 def _is_used(value: ir.Value) -> bool:

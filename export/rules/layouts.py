@@ -18,6 +18,14 @@ from flashonnx.export.facts import Facts, constant_tensor
 from flashonnx.export.products import Labels
 from flashonnx.export.views import LAYOUT_OPERATORS, Axis, Factor, View, peel, regroup
 
+# What layout operators cost at run time, besides a little for each: those that copy, and repetitions, which grow.
+TRANSPOSE = 10
+_REPEAT = 40
+
+
+def _cost(node: ir.Node) -> int:
+    return {"Transpose": TRANSPOSE, "Expand": _REPEAT}.get(node.op_type, 1)
+
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
@@ -107,8 +115,9 @@ def places(
             continue  # a single key head serves all; else the counts must agree
         counts = (product(f.size for f in axis) for axis in (kept, s, d))
         sizes = tuple(counts)
+        left = sum(map(_cost, peeled.before))
         for rank, cost, build in _forms(view, b, kept, s, d):
-            found.append(Place(rank, cost, build, peeled.factor, *sizes))
+            found.append(Place(rank, cost + left, build, peeled.factor, *sizes))
     return found
 
 
@@ -155,12 +164,12 @@ def _forms(view: View, b: Axis, h: Axis, s: Axis, d: Axis) -> Iterator[tuple[int
     if len(layout) == 4:
         for perm in itertools.permutations(range(4)):
             if perm != (0, 1, 2, 3) and tuple(layout[i] for i in perm) == (b, h, s, d):
-                yield 4, 2, lambda builder, perm=perm: builder.op("Transpose", source, perm=perm)
+                yield 4, TRANSPOSE, lambda builder, perm=perm: builder.op("Transpose", source, perm=perm)
                 break
     if len(layout) == 3:
         for perm in itertools.permutations(range(3)):
             if perm != (0, 1, 2) and tuple(layout[i] for i in perm) == (b, s, h + d):
-                yield 3, 2, lambda builder, perm=perm: builder.op("Transpose", source, perm=perm)
+                yield 3, TRANSPOSE, lambda builder, perm=perm: builder.op("Transpose", source, perm=perm)
                 break
 
 
@@ -193,7 +202,7 @@ def exits(
     elif batch:
         named[batch[0]] = b + h
     view = View(value, (), tuple(named[label] for label in labels))
-    found = []
+    found: list[Exit] = []
     while True:
         found += list(_returns(view, value, b, h, s, d))
         users = [use.node for use in value.uses()]
@@ -205,6 +214,7 @@ def exits(
         after = view.after(facts, node)
         if after is None:
             return found
+        found = [dataclasses.replace(way, cost=way.cost + _cost(node)) for way in found]  # it stays behind them
         view, value = after, node.outputs[0]
 
 
@@ -226,7 +236,7 @@ def _returns(view: View, value: ir.Value, b: Axis, h: Axis, s: Axis, d: Axis) ->
             if tuple((b, s, h, d)[i] for i in perm) == axes:
                 yield Exit(
                     3,
-                    3,
+                    TRANSPOSE + 1,
                     value,
                     lambda builder, y, perm=perm: builder.op(
                         "Transpose", builder.op("Reshape", y, builder.ints([0, 0, heads, size])), perm=perm
@@ -236,7 +246,7 @@ def _returns(view: View, value: ir.Value, b: Axis, h: Axis, s: Axis, d: Axis) ->
     elif len(axes) == 3:
         for perm in itertools.permutations(range(3)):
             if tuple((b, s, h + d)[i] for i in perm) == axes:
-                yield Exit(3, 2, value, lambda builder, y, perm=perm: builder.op("Transpose", y, perm=perm))
+                yield Exit(3, TRANSPOSE, value, lambda builder, y, perm=perm: builder.op("Transpose", y, perm=perm))
                 break
     if axes == (b, h, s, d):
         yield Exit(4, 0, value, lambda builder, y: y)
@@ -245,7 +255,7 @@ def _returns(view: View, value: ir.Value, b: Axis, h: Axis, s: Axis, d: Axis) ->
     elif len(axes) == 4:
         for perm in itertools.permutations(range(4)):
             if tuple((b, h, s, d)[i] for i in perm) == axes:
-                yield Exit(4, 2, value, lambda builder, y, perm=perm: builder.op("Transpose", y, perm=perm))
+                yield Exit(4, TRANSPOSE, value, lambda builder, y, perm=perm: builder.op("Transpose", y, perm=perm))
                 break
 
 
