@@ -32,6 +32,7 @@ class _Site:
     inputs: dict[str, ir.Value | None]
     attributes: dict[str, Any]
     outputs: list[ir.Value]
+    remark: str
 
 
 class StandardAttention(Rule):
@@ -51,7 +52,7 @@ class StandardAttention(Rule):
     kinds = ("Attention", schema.OP_TYPE)
 
     def rewrite(self, fusion: Fusion, candidate: Candidate) -> Rewrite:
-        site = _read(candidate)
+        site = _read(candidate, fusion.opset)
         _check_types(fusion, site)
         builder = fusion.builder(site.node)
         arrangement = _arrangement(fusion, site)
@@ -72,10 +73,10 @@ class StandardAttention(Rule):
         if arrangement is not None:
             del replaced[site.outputs[0]]
             replaced = {arrangement.way_out.replaces: arrangement.way_out.build(builder, output), **replaced}
-        return Rewrite(builder, replaced, (site.node,), "", output)
+        return Rewrite(builder, replaced, (site.node,), site.remark, output)
 
 
-def _read(candidate: Candidate) -> _Site:
+def _read(candidate: Candidate, opset: int) -> _Site:
     node = candidate.node
     is_standard = candidate.kind == "Attention"
     names = schema.INPUTS[:-1] if is_standard else schema.INPUTS
@@ -91,7 +92,8 @@ def _read(candidate: Candidate) -> _Site:
     outputs = outputs[: 3 if is_standard else 4]
     while len(outputs) > 1 and not _is_used(outputs[-1]):
         outputs.pop()
-    return _Site(node, inputs, attributes, outputs)
+    remark = f"opset {opset} has no Attention: the model was invalid" if is_standard and opset < 23 else ""
+    return _Site(node, inputs, attributes, outputs, remark)
 
 
 def _is_used(value: ir.Value) -> bool:
