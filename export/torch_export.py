@@ -73,10 +73,6 @@ def export_onnx(
         raise ValueError(
             f"export_onnx: opset is expected to be 18 or newer (torch converts older ones down afterwards), got {opset}"
         )
-    if isinstance(model, torch.nn.Module) and model.training:
-        warnings.warn(
-            "export_onnx: the model is in training mode; call model.eval() to export it for inference", stacklevel=2
-        )
 
     from flashonnx.export import schema
 
@@ -102,26 +98,17 @@ def export_onnx(
 
 
 def _fuse(model: ir.Model, portable: bool) -> Report:
-    """Fuses the whole model in place; what the translation table caught is already a node, but not yet in its best form.
-
-    FlashAttention means what the standard Attention means, so those nodes go through the rule for it, which makes masks
-    as small as they are and removes transposes.
-    """
+    """Fuses the whole model in place; the nodes of the translation table come into their best form by it."""
     from flashonnx.export import Report, fusion, schema
 
     ours = (schema.DOMAIN, schema.OP_TYPE)
     caught = [node for node in model.graph.all_nodes() if (node.domain, node.op_type) == ours]
     for node in caught:
         _tidy(node, schema.ATTRIBUTES)
-        node.domain, node.op_type = "", "Attention"
     names = {node.name for node in caught}
     report = fusion.fuse_ir(model, portable=portable)
-    for node in caught:
-        if node.graph is not None:  # refused: it stays what it is, a correct node
-            node.domain, node.op_type = ours
-            model.opset_imports.setdefault(schema.DOMAIN, schema.VERSION)
     sites = [
-        dataclasses.replace(site, kind="scaled_dot_product_attention", fused=True) if site.node in names else site
+        dataclasses.replace(site, kind="scaled_dot_product_attention") if site.node in names else site
         for site in report.sites
     ]
     return Report(tuple(sites), report.notes)
