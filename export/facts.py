@@ -18,6 +18,7 @@ from flashonnx.export.shape_rules import SHAPE_RULES
 
 Dims = tuple[Dim, ...]
 
+_FILLED = 1 << 16  # elements of a tensor that may be one number throughout
 _SMALL = 64  # elements: shape tensors and scalars; larger constants are read only on demand
 
 
@@ -83,7 +84,7 @@ class Facts:
     def uniform(self, value: ir.Value | None) -> float | None:
         """The number that fills `value`: a constant's only one, also through Expand and the like."""
         for _ in range(16):
-            array = self.constant(value)
+            array = self.constant(value, limit=_FILLED)
             if array is not None:
                 flat = array.reshape(-1)
                 return float(flat[0]) if flat.size and (flat == flat[0]).all() else None

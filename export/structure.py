@@ -74,6 +74,9 @@ def read(facts: Facts, value: ir.Value, offset: Dim, *, inverted: bool = False) 
 def read_bias(facts: Facts, value: ir.Value, offset: Dim) -> tuple[Structure, float] | None:
     """An additive mask as (structure, fill): 0 where the structure allows, `fill` elsewhere."""
     for _ in range(8):
+        array = facts.constant(value, limit=_LARGEST_CONSTANT)
+        if array is not None:
+            return _constant_bias(array)
         node = value.producer()
         if node is None or node.domain:
             return None
@@ -215,6 +218,13 @@ def _constant_band(array: np.ndarray, inverted: bool) -> Structure | None:
         return None
     allowed = (array.reshape(array.shape[-2:]) != 0) != inverted
     return Structure(right=0) if (allowed == np.tri(*allowed.shape, dtype=bool)).all() else None
+
+
+def _constant_bias(array: np.ndarray) -> tuple[Structure, float] | None:
+    """A constant additive mask of zeros and one other number."""
+    fills = np.unique(array[array != 0])
+    bounds = _constant_band(array, inverted=True)
+    return (bounds, float(fills[0])) if bounds is not None and fills.size == 1 else None
 
 
 def _keeps_origin(facts: Facts, node: ir.Node) -> bool:

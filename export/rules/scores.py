@@ -8,6 +8,7 @@ import math
 import onnx_ir as ir
 from flashonnx.export.facts import Facts
 from flashonnx.export.products import Product, product_of
+from flashonnx.export.rules.guards import find_guard
 from flashonnx.export.views import LAYOUT_OPERATORS, scaling
 
 
@@ -184,10 +185,10 @@ def read_weights(facts: Facts, softmax: ir.Node) -> Weights:
                 f"the probabilities '{value.name}' are an output of the model; export it without output_attentions"
             )
         users = [use.node for use in value.uses()]
-        guard = _guard(facts, value, users)
+        guard = find_guard(facts, softmax, value, users)
         if guard is not None:
-            nodes += [node for node in users if node is not guard]
-            guarded, node = True, guard
+            nodes += guard[1]
+            guarded, node = True, guard[0]
         elif len(users) != 1:
             names = ", ".join(f"{node.op_type} '{node.name}'" for node in users)
             raise RefusalError(f"the probabilities are used more than once: {names or 'not at all'}")
@@ -200,20 +201,6 @@ def read_weights(facts: Facts, softmax: ir.Node) -> Weights:
             raise RefusalError(f"{node.op_type} '{node.name}' stands between the softmax and V")
         nodes.append(node)
         value = node.outputs[0]
-
-
-def _guard(facts: Facts, value: ir.Value, users: list[ir.Node]) -> ir.Node | None:
-    """The node Where(IsNaN(value), 0, value), when it and its condition are the only users."""
-    where = [node for node in users if node.op_type == "Where"]
-    tests = [node for node in users if node.op_type == "IsNaN"]
-    if len(users) != 2 or len(where) != 1 or len(tests) != 1:
-        return None
-    condition, fill, kept = where[0].inputs
-    if condition is not tests[0].outputs[0] or kept is not value or facts.uniform(fill) != 0.0:
-        return None
-    if condition.is_graph_output() or len(tuple(condition.uses())) != 1:
-        return None
-    return where[0]
 
 
 def _passes(facts: Facts, node: ir.Node) -> bool:

@@ -170,6 +170,38 @@ def test_isnan_guard() -> None:
     np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
+SAFE_SOFTMAX = """
+    ninf = Constant<value_float=-99999.0>() zero = Constant<value_float=0.0>() last = Constant<value_ints=[-1]>()
+    kt = Transpose<perm=[0,1,3,2]>(k) raw = MatMul(q, kt) scores = Add(raw, mask) p = Softmax<axis=-1>(scores)
+    hidden = Equal(scores, ninf) seen = Not(hidden) number = Cast<to=7>(seen) best = ReduceMax(number, last)
+    any = Cast<to=9>(best) none = Not(any) safe = Where(none, zero, p) y = MatMul(safe, v)
+"""
+
+
+def test_safe_softmax() -> None:
+    """What aten's _safe_softmax decomposes into: rows of -inf alone become zeros."""
+    model = parse(SAFE_SOFTMAX, f"{QKV}, float[b,1,s,s] mask", Y)
+    fused, _ = fuse_and_check(model, *SIZES)
+    assert op_types(fused) == {"FlashAttention"}
+    inputs = random_inputs(model, SIZES[0])
+    inputs["mask"][0, 0, 1] = -np.inf
+    assert not run(fused, inputs)[0][0, :, 1].any()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("best = ReduceMax(number, last)", "best = ReduceMin(number, last)"),  # zeros where any key is hidden
+        ("hidden = Equal(scores, ninf)", "hidden = Equal(raw, ninf)"),
+        ("none = Not(any)", "none = Identity(any)"),
+        ("Constant<value_ints=[-1]>()", "Constant<value_ints=[-2]>()"),
+    ],
+)
+def test_not_safe_softmax(old: str, new: str) -> None:
+    model = parse(SAFE_SOFTMAX.replace(old, new), f"{QKV}, float[b,1,s,s] mask", Y)
+    fuse_and_check(model, *SIZES, fused=0, total=1)
+
+
 # -- what is not attention, or more than it
 
 
