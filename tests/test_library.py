@@ -1,0 +1,203 @@
+"""Finding the library, registering it, opening sessions: what works and what each mistake is told."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import flashonnx
+import numpy as np
+import onnx
+import pytest
+from flashonnx import LibraryError, _library, _runtime
+from onnx import TensorProto, helper
+
+ort = pytest.importorskip("onnxruntime")
+CPU = ["CPUExecutionProvider"]
+X86_64, AARCH64, DYNAMIC, EXECUTABLE = 62, 183, 3, 2
+HERE = {"x86_64": X86_64, "aarch64": AARCH64}.get(platform.machine(), 0)
+ELSEWHERE = X86_64 if HERE == AARCH64 else AARCH64
+
+
+@pytest.fixture(scope="module")
+def model() -> onnx.ModelProto:
+    """One attention over (1, 2, 3, 4)."""
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, (1, 2, 3, 4)) for name in "QKVY"]
+    node = helper.make_node("FlashAttention", ["Q", "K", "V"], ["Y"], domain="flashonnx")
+    graph = helper.make_graph([node], "attention", values[:3], values[3:])
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("flashonnx", 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+
+def runs(session: ort.InferenceSession) -> bool:
+    """With equal keys the result is the mean of the values."""
+    values = np.arange(24, dtype=np.float32).reshape(1, 2, 3, 4)
+    ones = np.ones_like(values)
+    out = session.run(None, {"Q": ones, "K": ones, "V": values})[0]
+    return np.allclose(out, values.mean(axis=2, keepdims=True))
+
+
+def elf(path: Path, machine: int = HERE, bits: int = 64, kind: int = DYNAMIC) -> Path:
+    """A file with the header of a library, and nothing else."""
+    ident = b"\x7fELF" + bytes([bits // 32, 1, 1]) + bytes(9)
+    path.write_bytes(ident + struct.pack("<HH", kind, machine) + bytes(100))
+    return path
+
+
+def test_import_is_light() -> None:
+    heavy = "numpy", "onnx", "onnxruntime", "torch", "rich", "typer"
+    code = f"import sys, flashonnx; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_public_names() -> None:
+    pytest.importorskip("torch")
+    for name in flashonnx.__all__:
+        assert getattr(flashonnx, name) is not None
+        assert name in dir(flashonnx)
+    assert callable(flashonnx.verify)  # and not the module that holds it
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = flashonnx.nothing
+
+
+def test_path_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FLASHONNX_LIBRARY", str(elf(tmp_path / "other.so")))
+    assert flashonnx.library_path() == str((tmp_path / "other.so").resolve())
+
+
+def test_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FLASHONNX_LIBRARY", str(tmp_path / "missing.so"))
+    with pytest.raises(LibraryError, match=r"missing\.so.*FLASHONNX_LIBRARY.* does not exist.*unset it"):
+        flashonnx.library_path()
+    monkeypatch.setenv("FLASHONNX_LIBRARY", str(tmp_path))
+    with pytest.raises(LibraryError, match="is a directory"):
+        flashonnx.library_path()
+
+
+def test_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("FLASHONNX_LIBRARY", raising=False)
+    monkeypatch.setattr(_library, "resources", SimpleNamespace(files=lambda package: tmp_path))
+    with pytest.raises(LibraryError, match=r"lib/libflashonnx\.so does not exist: install flashonnx .*again"):
+        flashonnx.library_path()
+
+
+@pytest.mark.parametrize(
+    ("machine", "bits", "kind", "said"),
+    [
+        (ELSEWHERE, 64, DYNAMIC, "another CPU"),
+        (HERE, 32, DYNAMIC, "another CPU: .*32 bit"),
+        (0x1234, 64, DYNAMIC, "another CPU: ELF machine 4660"),
+        (HERE, 64, EXECUTABLE, "not a shared library"),
+    ],
+)
+@pytest.mark.skipif(not HERE, reason="the test knows x86_64 and aarch64")
+def test_wrong_header(
+    machine: int, bits: int, kind: int, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FLASHONNX_LIBRARY", str(elf(tmp_path / "wrong.so", machine, bits, kind)))
+    with pytest.raises(LibraryError, match=f"{said}.*built for this machine"):
+        flashonnx.register(ort.SessionOptions())
+
+
+@pytest.mark.parametrize("content", [b"", b"\x7fELF", b"not a library, however long the text that stands in it may be"])
+def test_not_a_library(content: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "text.so").write_bytes(content)
+    monkeypatch.setenv("FLASHONNX_LIBRARY", str(tmp_path / "text.so"))
+    with pytest.raises(LibraryError, match="is not a shared library"):
+        flashonnx.library_path()
+
+
+def test_unloadable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A right header does not make a library: what the loader says is passed on."""
+    monkeypatch.setenv("FLASHONNX_LIBRARY", str(elf(tmp_path / "hollow.so")))
+    with pytest.raises(LibraryError, match=r"cannot load .*hollow\.so"):
+        flashonnx.register(ort.SessionOptions())
+
+
+def test_register_twice(model: onnx.ModelProto) -> None:
+    options = ort.SessionOptions()
+    flashonnx.register(options)
+    flashonnx.register(options)
+    assert runs(ort.InferenceSession(model.SerializeToString(), options, providers=CPU))
+    assert runs(flashonnx.session(model, CPU, options))  # the third time, and a second session
+
+
+def test_register_then_again_by_hand(model: onnx.ModelProto) -> None:
+    options = ort.SessionOptions()
+    flashonnx.register(options)
+    options.register_custom_ops_library(flashonnx.library_path())
+    with pytest.raises(Exception, match="Domain already set in registry"):
+        ort.InferenceSession(model.SerializeToString(), options, providers=CPU)
+    with pytest.raises(LibraryError, match=r"registered twice.*call only one of them"):
+        flashonnx.session(model, CPU, options)
+
+
+def test_register_two_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    options = ort.SessionOptions()
+    flashonnx.register(options)
+    monkeypatch.setenv("FLASHONNX_LIBRARY", shutil.copy(flashonnx.library_path(), str(tmp_path / "copy.so")))
+    with pytest.raises(LibraryError, match=r"already have .*copy\.so too"):
+        flashonnx.register(options)
+
+
+def test_register_something_else() -> None:
+    with pytest.raises(TypeError, match=r"expected an onnxruntime\.SessionOptions, got str"):
+        flashonnx.register("model.onnx")
+
+
+@pytest.mark.parametrize("version", ["1.27.1", "1.9.0", "0.1", "unknown"])
+def test_old_runtime(version: str, monkeypatch: pytest.MonkeyPatch, model: onnx.ModelProto) -> None:
+    monkeypatch.setattr(ort, "__version__", version)
+    with pytest.raises(LibraryError, match=f"needs ONNX Runtime 1.28 or newer, found {version}: pip install"):
+        flashonnx.session(model)
+
+
+@pytest.mark.parametrize("version", ["1.28.0", "1.100.0.dev1", "2.0"])
+def test_new_runtime(version: str, monkeypatch: pytest.MonkeyPatch, model: onnx.ModelProto) -> None:
+    monkeypatch.setattr(ort, "__version__", version)
+    assert runs(flashonnx.session(model, CPU))
+
+
+def test_no_runtime(monkeypatch: pytest.MonkeyPatch, model: onnx.ModelProto) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(LibraryError, match=r"cannot be imported.*pip install"):
+        flashonnx.session(model)
+
+
+def test_session_takes_files_bytes_and_protos(model: onnx.ModelProto, tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    onnx.save(model, path)
+    for given in (path, str(path), path.read_bytes(), model):
+        assert runs(flashonnx.session(given, CPU))
+    with pytest.raises(FileNotFoundError, match=r"no model file .*missing\.onnx"):
+        flashonnx.session(tmp_path / "missing.onnx", CPU)
+    with pytest.raises(TypeError, match="got int"):
+        flashonnx.session(7, CPU)
+
+
+def test_models_beyond_2_gb_go_through_a_file(
+    model: onnx.ModelProto, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(_runtime, "_PROTOBUF_LIMIT", 100)
+    assert runs(flashonnx.session(model, CPU))
+
+
+def test_default_providers(model: onnx.ModelProto) -> None:
+    providers = _runtime.default_providers()
+    assert providers[-1] == "CPUExecutionProvider"
+    assert len(providers) == 1 + (
+        "CUDAExecutionProvider" in ort.get_available_providers() and _runtime.cuda_unavailable() is None
+    )
+    assert runs(flashonnx.session(model))
+
+
+@pytest.mark.skipif("CUDAExecutionProvider" in ort.get_available_providers(), reason="this ONNX Runtime has CUDA")
+def test_provider_that_is_not_there(model: onnx.ModelProto) -> None:
+    with pytest.warns(UserWarning, match="could not use CUDAExecutionProvider"):
+        assert runs(flashonnx.session(model, ["CUDAExecutionProvider", *CPU]))

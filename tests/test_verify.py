@@ -1,0 +1,275 @@
+"""verify: equal models pass, wrong ones do not, and what cannot be compared is said."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import flashonnx
+import numpy as np
+import onnx
+import pytest
+from flashonnx import _float64
+from flashonnx._inputs import InputSpec, generate
+from onnx import TensorProto, helper, numpy_helper
+
+ort = pytest.importorskip("onnxruntime")
+DIM = 16
+SHAPE = ("batch", 4, "sequence", DIM)
+
+
+def model(
+    nodes: list[onnx.NodeProto],
+    constants: dict[str, Any] | None = None,
+    elem: int = TensorProto.FLOAT,
+    mask: tuple[int, tuple[Any, ...]] | None = None,
+    outputs: dict[str, tuple[int, tuple[Any, ...]]] | None = None,
+    opset: int = 20,
+) -> onnx.ModelProto:
+    """Q, K, V (and "attention_mask") to Y."""
+    inputs = [helper.make_tensor_value_info(name, elem, SHAPE) for name in "QKV"]
+    if mask:
+        inputs.append(helper.make_tensor_value_info("attention_mask", *mask))
+    outputs = outputs or {"Y": (elem, SHAPE)}
+    graph = helper.make_graph(
+        nodes,
+        "model",
+        inputs,
+        [helper.make_tensor_value_info(name, *described) for name, described in outputs.items()],
+        [numpy_helper.from_array(np.asarray(value), name) for name, value in (constants or {}).items()],
+    )
+    opsets = [helper.make_opsetid("", opset), helper.make_opsetid("flashonnx", 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+
+def plain(scale: float = 1 / math.sqrt(DIM), dtype: Any = np.float32) -> onnx.ModelProto:
+    nodes = [
+        helper.make_node("Transpose", ["K"], ["KT"], perm=(0, 1, 3, 2)),
+        helper.make_node("MatMul", ["Q", "KT"], ["QK"]),
+        helper.make_node("Mul", ["QK", "scale"], ["scores"]),
+        helper.make_node("Softmax", ["scores"], ["P"], axis=-1),
+        helper.make_node("MatMul", ["P", "V"], ["Y"]),
+    ]
+    return model(nodes, {"scale": np.asarray(scale, dtype)}, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
+
+
+def fused(elem: int = TensorProto.FLOAT, inputs: str = "QKV", **attributes: Any) -> onnx.ModelProto:
+    return model([helper.make_node("FlashAttention", list(inputs), ["Y"], domain="flashonnx", **attributes)], elem=elem)
+
+
+def test_equal_models_agree() -> None:
+    verdict = flashonnx.verify(plain(), fused())
+    assert verdict.ok and bool(verdict), str(verdict)
+    assert verdict.reference == "the original in float64"
+    (output,) = verdict.outputs
+    assert (output.name, output.rows) == ("Y", "all")
+    assert 0 < output.error <= output.allowed < 1e-5
+    assert output.difference > 0
+    assert len(verdict.cases) == 4 and "batch=3" in verdict.cases[2]
+    assert "agree" in str(verdict) and "Y: ok" in str(verdict)
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [{"scale": 0.2501}, {"is_causal": 1}, {"left_window_size": 100}, {"softcap": 50.0}],
+    ids=["scale", "causal", "window", "softcap"],
+)
+def test_subtly_wrong_models_differ(attributes: dict[str, Any]) -> None:
+    """A scale off by 0.04 %; a window that only the longest case (130) exceeds."""
+    verdict = flashonnx.verify(plain(), fused(**attributes))
+    assert not verdict.ok and not verdict, str(verdict)
+    (output,) = verdict.outputs
+    assert output.error > output.allowed
+    assert "DIFFER" in str(verdict) and "worst in case" in str(verdict)
+    case, index = output.worst
+    assert 0 <= case < 4 and len(index) == 4
+
+
+def test_swapped_inputs_differ() -> None:
+    assert not flashonnx.verify(plain(), fused(inputs="QVK"))
+
+
+def test_float16() -> None:
+    half = plain(dtype=np.float16)
+    assert flashonnx.verify(half, fused(TensorProto.FLOAT16)).ok
+    wrong = flashonnx.verify(half, fused(TensorProto.FLOAT16, scale=0.26))
+    assert not wrong.ok, str(wrong)
+
+
+def test_bfloat16_has_a_truth_though_onnx_runtime_cannot_run_the_original() -> None:
+    """NumPy and ONNX Runtime's CPU know no bfloat16: casts at the doors, onnx's evaluator for the original."""
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    original = plain(dtype=ml_dtypes.bfloat16)
+    verdict = flashonnx.verify(original, fused(TensorProto.BFLOAT16), providers=["CPUExecutionProvider"])
+    assert verdict.ok, str(verdict)
+    assert any("onnx's evaluator" in note for note in verdict.notes)
+    assert not flashonnx.verify(original, fused(TensorProto.BFLOAT16, scale=0.3), providers=["CPUExecutionProvider"])
+
+
+def test_given_inputs_and_dims() -> None:
+    feeds = {name: np.random.default_rng(i).standard_normal((1, 4, 5, DIM), np.float32) for i, name in enumerate("QKV")}
+    verdict = flashonnx.verify(plain(), fused(), feeds)
+    assert verdict.ok and verdict.cases == ["the given inputs"]
+    assert len(flashonnx.verify(plain(), fused(), [feeds, feeds]).cases) == 2
+    verdict = flashonnx.verify(plain(), fused(), dims={"batch": 2, "sequence": [3, 40]})
+    assert verdict.cases == ["batch=2, sequence=3", "batch=2, sequence=40"]
+
+
+def test_special_values_must_coincide() -> None:
+    """A NaN in V reaches the outputs of its column only; a model that loses it is wrong, whatever the rest."""
+    feeds = {name: np.ones((1, 4, 5, DIM), np.float32) for name in "QKV"}
+    feeds["V"][0, 1, 2, 3] = np.nan
+    assert flashonnx.verify(plain(), plain(), feeds).ok
+    cleaning = plain()
+    cleaning.graph.node[-1].output[0] = "raw"
+    cleaning.graph.node.append(helper.make_node("IsNaN", ["raw"], ["is_nan"]))
+    cleaning.graph.node.append(helper.make_node("Where", ["is_nan", "scale", "raw"], ["Y"]))
+    verdict = flashonnx.verify(plain(), cleaning, feeds)
+    assert not verdict.ok
+    assert "NaN out of place" in str(verdict)
+
+
+def test_integers_must_be_equal() -> None:
+    def largest(scale: float) -> onnx.ModelProto:
+        made = plain(scale)
+        made.graph.node.append(helper.make_node("ArgMax", ["P"], ["index"], axis=-1, keepdims=0))
+        made.graph.output.append(helper.make_tensor_value_info("index", TensorProto.INT64, SHAPE[:3]))
+        return made
+
+    assert flashonnx.verify(largest(0.25), largest(0.25)).ok
+    verdict = flashonnx.verify(largest(0.25), largest(-0.25))
+    assert "values are not equal" in str(verdict) and not verdict.ok
+
+
+def test_mismatches_are_errors() -> None:
+    renamed = fused()
+    renamed.graph.node[0].output[0] = renamed.graph.output[0].name = "Z"
+    with pytest.raises(ValueError, match=r"outputs differ: the original has \['Y'\], the fused model \['Z'\]"):
+        flashonnx.verify(plain(), renamed)
+    fewer = model([helper.make_node("FlashAttention", ["Q", "K", "K"], ["Y"], domain="flashonnx")])
+    del fewer.graph.input[2]
+    with pytest.raises(ValueError, match="inputs differ"):
+        flashonnx.verify(plain(), fewer)
+    narrower = fused()
+    narrower.graph.node[0].output[0] = "full"
+    narrower.graph.initializer.append(numpy_helper.from_array(np.array([-1]), "axis"))
+    narrower.graph.node.append(helper.make_node("ReduceMax", ["full", "axis"], ["Y"], keepdims=1))
+    with pytest.raises(ValueError, match=r"output 'Y' has shape \(2, 4, 16, 1\) in the fused model, \(2, 4, 16, 16\)"):
+        flashonnx.verify(plain(), narrower)
+    half = fused()
+    half.graph.node[0].output[0] = "full"
+    half.graph.node.append(helper.make_node("Cast", ["full"], ["Y"], to=TensorProto.FLOAT16))
+    half.graph.output[0].type.tensor_type.elem_type = TensorProto.FLOAT16
+    with pytest.raises(ValueError, match="'Y' is float16 in the fused model, float32 in the original"):
+        flashonnx.verify(plain(), half)
+
+
+def test_bad_requests() -> None:
+    with pytest.raises(ValueError, match="no input has a dimension 'length'; there are batch, sequence"):
+        flashonnx.verify(plain(), fused(), dims={"length": 3})
+    with pytest.raises(ValueError, match=r"inputs are expected for \['Q', 'K', 'V'\], got \['Q'\]"):
+        flashonnx.verify(plain(), fused(), {"Q": np.ones((1, 4, 5, DIM), np.float32)})
+    with pytest.raises(ValueError, match="cannot be given together"):
+        flashonnx.verify(plain(), fused(), {}, dims={"batch": 1})
+    with pytest.raises(TypeError, match="got int"):
+        flashonnx.verify(3, fused())
+    with pytest.raises(FileNotFoundError):
+        flashonnx.verify("missing.onnx", fused())
+
+
+def test_shapes_that_the_original_refuses_are_skipped() -> None:
+    """A table of 20 positions: sequences of 33 and 130 cannot be."""
+    nodes = [
+        helper.make_node("Shape", ["Q"], ["size"], start=2, end=3),
+        helper.make_node("Expand", ["table", "size"], ["row"]),
+        helper.make_node("Squeeze", ["size", "zero"], ["length"]),
+        helper.make_node("Sub", ["length", "one"], ["last"]),
+        helper.make_node("Gather", ["positions", "last"], ["position"]),
+        helper.make_node("Add", ["V", "position"], ["Y"]),
+    ]
+    constants = {"zero": [0], "one": 1, "positions": np.arange(20, dtype=np.float32), "table": np.float32([0])}
+    original = model(nodes, constants)
+    verdict = flashonnx.verify(original, original)
+    assert verdict.ok and len(verdict.cases) == 2
+    assert sum("the original refuses it" in note for note in verdict.notes) == 2
+    with pytest.raises(ValueError, match="runs on no generated input: pass inputs or dims"):
+        flashonnx.verify(original, original, dims={"sequence": 30})
+
+
+def test_sessions_and_files(tmp_path: Path) -> None:
+    onnx.save(plain(), tmp_path / "plain.onnx")
+    onnx.save(fused(), tmp_path / "fused.onnx")
+    assert flashonnx.verify(tmp_path / "plain.onnx", str(tmp_path / "fused.onnx")).ok
+    first = ort.InferenceSession(tmp_path / "plain.onnx", providers=["CPUExecutionProvider"])
+    second = flashonnx.session(fused(), ["CPUExecutionProvider"])
+    assert flashonnx.verify(first, second).ok
+
+
+def test_rows_before_the_first_token_are_judged_apart() -> None:
+    """Left padding under a causal mask: such rows see no key, and what they hold is a convention."""
+
+    def masked(fill: float) -> onnx.ModelProto:
+        nodes = [
+            helper.make_node("Cast", ["attention_mask"], ["seen"], to=TensorProto.FLOAT),
+            helper.make_node("CumSum", ["seen", "axis"], ["count"]),
+            helper.make_node("Greater", ["count", "nothing"], ["any"]),
+            helper.make_node("Unsqueeze", ["any", "last"], ["rows"]),
+            helper.make_node("ReduceSum", ["V", "head"], ["sum"], keepdims=0),
+            helper.make_node("Where", ["rows", "sum", "fill"], ["Y"]),
+        ]
+        constants = {"axis": 1, "nothing": np.float32(0), "last": [2], "head": [1], "fill": np.float32(fill)}
+        mask = (TensorProto.INT64, ("batch", "sequence"))
+        return model(nodes, constants, mask=mask, outputs={"Y": (TensorProto.FLOAT, ("batch", "sequence", DIM))})
+
+    verdict = flashonnx.verify(masked(0.0), masked(1.0))
+    assert verdict.ok, str(verdict)
+    apart = {output.rows: output for output in verdict.outputs}
+    assert apart["all"].ok and not apart["before the first token"].ok
+    assert "before the first token): DIFFERS" in str(verdict)
+
+
+def test_float64_twin() -> None:
+    """Constants, casts and the most negative number are widened; integers are not."""
+    nodes = [
+        helper.make_node("Cast", ["Q"], ["half"], to=TensorProto.FLOAT16),
+        helper.make_node("Constant", [], ["third"], value_float=1 / 3),
+        helper.make_node("CastLike", ["third", "half"], ["narrow"]),
+        helper.make_node("Mul", ["half", "narrow"], ["scaled"]),
+        helper.make_node("Add", ["scaled", "lowest"], ["Y"]),
+    ]
+    original = model(nodes, {"lowest": np.float16(-65504), "count": np.int64(3)}, TensorProto.FLOAT16)
+    wide = _float64.widen(original)
+    kinds = {tensor.name: tensor.data_type for tensor in wide.graph.initializer}
+    assert kinds == {"lowest": TensorProto.DOUBLE, "count": TensorProto.INT64}
+    assert numpy_helper.to_array(wide.graph.initializer[0]) == np.finfo(np.float64).min
+    assert wide.graph.node[0].attribute[0].i == TensorProto.DOUBLE
+    feeds = {name: np.ones((1, 4, 2, DIM), np.float16) for name in "QKV"}
+    (out,) = _float64.run(wide, [feeds])
+    assert out[0].dtype == np.float64 and (out[0] == np.finfo(np.float64).min).all()
+    assert original.graph.initializer[0].data_type == TensorProto.FLOAT16  # a copy was widened
+
+
+def test_generated_inputs() -> None:
+    specs = [
+        InputSpec("input_ids", np.dtype("int64"), ("batch", "sequence"), ids=7),
+        InputSpec("attention_mask", np.dtype("int64"), ("batch", "sequence")),
+        InputSpec("position_ids", np.dtype("int64"), ("batch", "sequence")),
+        InputSpec("token_type_ids", np.dtype("int64"), ("batch", "sequence")),
+        InputSpec("bias", np.dtype("float32"), ("batch", 1, "sequence", "past + sequence")),
+        InputSpec("past", np.dtype("float32"), ("batch", 2, "past", 8)),
+    ]
+    first, again = list(generate(specs, None)), list(generate(specs, None))
+    assert len({tuple(sizes.items()) for sizes, _ in first}) == 4
+    for (sizes, feeds), (_, same) in zip(first, again, strict=True):
+        assert all(np.array_equal(feeds[name], same[name]) for name in feeds)
+        b, s, p = sizes["batch"], sizes["sequence"], sizes["past"]
+        assert feeds["input_ids"].shape == (b, s) and feeds["bias"].shape == (b, 1, s, p + s)
+        assert feeds["input_ids"].min() >= 0 and feeds["input_ids"].max() < 7
+        assert set(np.unique(feeds["attention_mask"])) <= {0, 1} and (feeds["attention_mask"].sum(axis=1) >= 1).all()
+        assert (feeds["position_ids"][0] == np.arange(s)).all() and not feeds["token_type_ids"].any()
+    assert first[2][1]["attention_mask"][:, 0].all() and not first[2][1]["attention_mask"].all()  # padded on the right
+    assert first[3][1]["attention_mask"][:, -1].all() and not first[3][1]["attention_mask"].all()  # and on the left
+    odd = [InputSpec("x", np.dtype("float32"), ("floor(a/b)",))]
+    with pytest.raises(ValueError, match=r"input 'x' has a dimension 'floor.*pass inputs"):
+        list(generate(odd, None))
