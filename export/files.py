@@ -60,7 +60,10 @@ def _checked(proto: onnx.ModelProto, what: str) -> ir.Model:
     try:
         return ir.from_proto(proto)
     except Exception as error:
-        raise ValueError(f"{what} is not a valid ONNX model: {error}") from error
+        root: BaseException = error
+        while root.__cause__ is not None:  # onnx-ir says where it was, its cause what is wrong
+            root = root.__cause__
+        raise ValueError(f"{what} is not a valid ONNX model: {root}") from error
 
 
 def _external(model: ir.Model) -> list[ir.ExternalTensor]:

@@ -223,7 +223,7 @@ def attach(model: ir.Model, facts: Facts, node: ir.Node) -> None:
     """Gives `node` its overload and the model that overload's function, if not there yet."""
     signature = signature_of(facts, node, facts.opset)
     node.overload = signature.overload
-    function = ir.serde.deserialize_function(function_of(signature))
-    if function.identifier() not in model.functions:
-        model.functions[function.identifier()] = function
+    identifier = (schema.DOMAIN, schema.OP_TYPE, signature.overload)
+    if identifier not in model.functions:
+        model.functions[identifier] = ir.serde.deserialize_function(function_of(signature))
     model.ir_version = max(model.ir_version, MINIMUM_IR_VERSION)

@@ -170,6 +170,10 @@ def test_invalid_graphs() -> None:
     result, report = fuse(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)]))
     assert report.total == 0
     assert result is not None
+    twice = [helper.make_node("Relu", ["x"], ["y"]), helper.make_node("Neg", ["x"], ["y"])]
+    double = helper.make_model(helper.make_graph(twice, "g", [], []), opset_imports=[helper.make_opsetid("", 18)])
+    with pytest.raises(ValueError, match="not a valid ONNX model: Output 'y'"):
+        fuse(double)
     with pytest.raises(ValueError, match="no graph or imports no opset"):
         fuse(onnx.ModelProto())
 
