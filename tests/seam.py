@@ -109,7 +109,7 @@ class Problem:
         if self.device != "cpu":
             import torch
 
-            stream = torch.cuda.current_stream().cuda_stream
+            stream = torch.cuda.current_stream(self.device).cuda_stream
         self.library.run(self.params, _address(workspace.view), stream)
         workspace.numpy()
         return {name: buffer.numpy() for name, buffer in self.outputs.items()}
@@ -136,8 +136,9 @@ def check_outputs(case: Case, inputs: dict[str, Array], outputs: dict[str, Array
 
 
 def query_device(library: Library, device: str) -> Device:
-    """The seam's description of "cpu" or "cuda"."""
-    return library.device(CPU if device == "cpu" else CUDA)
+    """The seam's description of "cpu", "cuda" or "cuda:1"."""
+    kind, _, ordinal = device.partition(":")
+    return library.device(CPU if kind == "cpu" else CUDA, int(ordinal or -1))
 
 
 def _address(view: Any) -> int:

@@ -105,7 +105,7 @@ def test_attention_between_other_nodes(device: str) -> None:
     model.graph.node.insert(0, helper.make_node("Add", ["Q", "Q"], ["Q_twice"]))
     model.graph.node.append(helper.make_node("Add", ["Y_half", "Y_half"], ["Y"]))
     session = open_session(model, device)
-    for i in range(200):
+    for i in range(200 if device == "cpu" else 1000):
         given = {name: np.roll(x, i, axis=1) for name, x in inputs.items()}
         outputs = session.run(["Y"], {**given, "Q": given["Q"] / 2})
         if i % 40 == 0:
@@ -155,3 +155,40 @@ def test_two_sessions_share_options() -> None:
     for _ in range(2):
         session = flashonnx.session(one_node(case, inputs), ["CPUExecutionProvider"], options)
         check_outputs(case, inputs, run(session, case, inputs))
+
+
+@pytest.mark.gpu
+def test_cuda_graph() -> None:
+    """ONNX Runtime captures a run with our node and replays it over new inputs."""
+    case = replace(_BY_ID["everything"], id="graph")
+    inputs = case.inputs()
+    providers = [("CUDAExecutionProvider", {"enable_cuda_graph": "1"})]
+    session = flashonnx.session(one_node(case, inputs), providers)
+    binding = session.io_binding()
+    bound = {name: ort.OrtValue.ortvalue_from_numpy(x, "cuda", 0) for name, x in inputs.items()}
+    results = {}
+    for name, value in bound.items():
+        binding.bind_ortvalue_input(name, value)
+    for name, shape in case.output_shapes().items():
+        results[name] = ort.OrtValue.ortvalue_from_shape_and_type(list(shape), np.float32, "cuda", 0)
+        binding.bind_ortvalue_output(name, results[name])
+    for i in range(3):
+        given = replace(case, id=f"graph {i}").inputs()
+        for name, value in bound.items():
+            value.update_inplace(given[name])
+        session.run_with_iobinding(binding)
+        check_outputs(case, given, {name: value.numpy() for name, value in results.items()})
+
+
+@pytest.mark.gpu
+def test_second_device() -> None:
+    """A session on device 1, with nodes run in parallel (onnxruntime#14710, PR#24192)."""
+    torch = pytest.importorskip("torch")
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one CUDA device")
+    case = _BY_ID["everything"]
+    inputs = case.inputs()
+    options = ort.SessionOptions()
+    options.execution_mode = ort.ExecutionMode.ORT_PARALLEL
+    session = flashonnx.session(one_node(case, inputs), [("CUDAExecutionProvider", {"device_id": 1})], options)
+    check_outputs(case, inputs, run(session, case, inputs))

@@ -231,6 +231,20 @@ def test_workspace_bound(library: Library, device: Device, dtype: str, random: n
         assert 0 <= library.workspace(smaller) <= bound
 
 
+@pytest.mark.parametrize("device", [Device(CPU, sm_count=4), HOPPER], ids=["cpu", "hopper"])
+def test_memory_does_not_grow_with_the_square(library: Library, device: Device) -> None:
+    """64 times the length needs at most 64 times the workspace; a (B, 1, 1, Sk) mask stays as small as it is."""
+    sizes = []
+    for length in (1 << 12, 1 << 18):
+        params = attention_params(library, device, **_arrays())
+        if device.kind == CUDA and not _has_kernels(library, params):
+            pytest.skip("built without CUDA kernels")
+        params.q_length = params.kv_length = params.mask_keys = length
+        params.mask = _capi.broadcast(np.ones((2, 1, 1, 7), bool))
+        sizes.append(library.workspace(params))
+    assert sizes[1] <= max(64 * sizes[0], 1 << 20)
+
+
 def _has_kernels(library: Library, params: Params) -> bool:
     try:
         library.supported(params)
