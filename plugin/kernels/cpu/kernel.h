@@ -43,6 +43,14 @@ inline const float* read_own_mask(const Params& params, const char* mask, const 
   return biases;
 }
 
+// Asked for before the scores are computed, a block's mask is there after them.
+FLASHONNX_INLINE void prefetch_own_masks(const Params& params, const Rows& rows, const Tile& tile, int first, int count, int begin,
+                                         int end) {
+  if (params.mask.stride[3] != 1) return;
+  const int64_t key_bytes = mask_bytes(params.mask.dtype);
+  for (int r = first; r < first + count; ++r) prefetch(rows.mask[r] + (tile.first + begin) * key_bytes, (end - begin) * key_bytes);
+}
+
 // Scores to weights for one row. Returns the factor that brings what was summed before to the new maximum.
 inline float update_row(const Params& params, const Tile& tile, Rows& rows, int r, int begin, int end, float* scores,
                         float* own_biases) {
@@ -74,6 +82,7 @@ void process_block(const Params& params, const Plan& plan, const Scratch& scratc
   const int end = static_cast<int>(clamp(seen.end - tile.first, 0, tile.end));
   if (begin >= end) return;
 
+  if (rows.mask[first] != nullptr && !rows.same_mask) prefetch_own_masks(params, rows, tile, first, count, begin, end);
   keys.compute_scores(scratch.q + first * plan.padded_head_dim, count, begin, end, scratch.scores);
   float rescale[kBlockRows];
   for (int i = 0; i < count; ++i) {

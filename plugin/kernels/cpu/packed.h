@@ -6,12 +6,15 @@
 
 namespace flashonnx::cpu::FLASHONNX_CPU_ISA {
 
+constexpr int kAhead = 16;
+
 // Keys [begin, end) of a tile: panel n / kPanel holds dim x kPanel. Columns up to the next whole vector are zeros.
 template <typename T>
 void pack_keys(const T* source, int64_t stride, int64_t dim, int begin, int end, float* target) {
   for (int first = begin; first < end; first += kWidth) {
     float* panel = target + first / kPanel * kPanel * dim + first % kPanel;
     const T* keys = source + first * stride;
+    prefetch_rows(keys + kAhead * stride, stride, kWidth, dim);
     int64_t d = 0;
     if (end - first >= kWidth) {
       for (; d + 4 <= dim; d += 4) {
@@ -36,6 +39,7 @@ template <typename T>
 bool pack_values(const T* source, int64_t stride, int64_t dim, int begin, int end, float* target) {
   FiniteCheck check;
   for (int n = begin; n < end; ++n) {
+    prefetch_rows(source + (n + kAhead) * stride, stride, 1, dim);
     for (int64_t d = 0; d < dim; d += kWidth) {
       const Vec x = load_upto(source + n * stride + d, dim - d);
       check.add(x);

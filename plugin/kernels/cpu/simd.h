@@ -46,6 +46,19 @@ FLASHONNX_INLINE void store(float* p, Vec x) { __builtin_memcpy(p, &x, sizeof x)
 
 FLASHONNX_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }  // b where one is NaN
 
+// Asks for `bytes` > 0 bytes at p. Forced inline like all that call it: GCC deletes calls of a function that only prefetches.
+FLASHONNX_INLINE void prefetch(const void* p, int64_t bytes) {
+  const char* first = static_cast<const char*>(p);
+  for (int64_t i = 0; i < bytes - 1; i += 64) __builtin_prefetch(first + i);
+  __builtin_prefetch(first + bytes - 1);
+}
+
+// Rows are often far apart, where hardware does not foresee the next.
+template <typename T>
+FLASHONNX_INLINE void prefetch_rows(const T* p, int64_t stride, int64_t rows, int64_t dim) {
+  for (int64_t n = 0; n < rows; ++n) prefetch(p + n * stride, dim * static_cast<int64_t>(sizeof(T)));
+}
+
 // Watches for Inf and NaN. The largest magnitude is a chain of latency 1, where 0 * x summed up would be one of 4.
 struct FiniteCheck {
   IntVec largest{};
