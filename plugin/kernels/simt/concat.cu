@@ -1,6 +1,8 @@
-// Copies rows of features from strided views into a strided view; memory-bound, 16 bytes a thread where alignment allows.
+// Copies rows of features from strided views into a strided view; memory-bound, 16 bytes a thread
+// where alignment allows.
 //
-// Grid: linear in x, at most kMaxBlocks blocks that stride over the elements. Block: 256 threads, no shared memory.
+// Grid: linear in x, at most kMaxBlocks blocks that stride over the elements. Block: 256 threads,
+// no shared memory.
 #include "kernels/simt/concat.h"
 
 #include <cuda_runtime.h>
@@ -25,16 +27,19 @@ __global__ void __launch_bounds__(kThreads) copy_rows_kernel(const __grid_consta
   const int64_t stride = int64_t{gridDim.x} * kThreads;
   for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < copy.units; i += stride) {
     const int64_t unit = i % copy.row_units, row = i / copy.row_units % copy.rows;
-    const int64_t head = i / copy.row_units / copy.rows % copy.heads, batch = i / copy.row_units / copy.rows / copy.heads;
-    const char* source =
-        copy.source + batch * copy.source_stride[0] + head * copy.source_stride[1] + row * copy.source_stride[2];
-    char* target = copy.target + batch * copy.target_stride[0] + head * copy.target_stride[1] + row * copy.target_stride[2];
+    const int64_t head = i / copy.row_units / copy.rows % copy.heads,
+                  batch = i / copy.row_units / copy.rows / copy.heads;
+    const char* source = copy.source + batch * copy.source_stride[0] +
+                         head * copy.source_stride[1] + row * copy.source_stride[2];
+    char* target = copy.target + batch * copy.target_stride[0] + head * copy.target_stride[1] +
+                   row * copy.target_stride[2];
     reinterpret_cast<Unit*>(target)[unit] = reinterpret_cast<const Unit*>(source)[unit];
   }
 }
 
 template <class Unit>
-flashonnx_status launch_copy(Copy copy, int64_t row_bytes, int64_t total_rows, cudaStream_t stream) {
+flashonnx_status launch_copy(Copy copy, int64_t row_bytes, int64_t total_rows,
+                             cudaStream_t stream) {
   copy.row_units = row_bytes / static_cast<int64_t>(sizeof(Unit));
   copy.units = copy.row_units * total_rows;
   const int64_t blocks = (copy.units + kThreads - 1) / kThreads;
@@ -42,12 +47,15 @@ flashonnx_status launch_copy(Copy copy, int64_t row_bytes, int64_t total_rows, c
   config.gridDim = dim3(static_cast<unsigned>(blocks < kMaxBlocks ? blocks : kMaxBlocks));
   config.blockDim = dim3(kThreads);
   config.stream = stream;
-  return cuda_status(cudaLaunchKernelEx(&config, copy_rows_kernel<Unit>, copy), "present copy kernel");
+  return cuda_status(cudaLaunchKernelEx(&config, copy_rows_kernel<Unit>, copy),
+                     "present copy kernel");
 }
 
-// Copies (batch, heads, rows, dim) from `source` to `target`, which starts `target_row` rows into its tensor.
-flashonnx_status copy_rows(const flashonnx_tensor& source, const flashonnx_tensor& target, int64_t target_row, int64_t batch,
-                           int64_t heads, int64_t rows, int64_t dim, int64_t element_size, cudaStream_t stream) {
+// Copies (batch, heads, rows, dim) from `source` to `target`, which starts `target_row` rows into
+// its tensor.
+flashonnx_status copy_rows(const flashonnx_tensor& source, const flashonnx_tensor& target,
+                           int64_t target_row, int64_t batch, int64_t heads, int64_t rows,
+                           int64_t dim, int64_t element_size, cudaStream_t stream) {
   if (batch == 0 || heads == 0 || rows == 0 || dim == 0) return ok();
   Copy copy = {};
   copy.source = static_cast<const char*>(source.data);
@@ -55,8 +63,9 @@ flashonnx_status copy_rows(const flashonnx_tensor& source, const flashonnx_tenso
   copy.heads = heads;
   copy.rows = rows;
   const int64_t row_bytes = dim * element_size, sizes[3] = {batch, heads, rows};
-  uint64_t bits = reinterpret_cast<uintptr_t>(copy.source) | reinterpret_cast<uintptr_t>(copy.target) |
-                  static_cast<uint64_t>(row_bytes);  // its trailing zeros: how everything is aligned
+  uint64_t bits =
+      reinterpret_cast<uintptr_t>(copy.source) | reinterpret_cast<uintptr_t>(copy.target) |
+      static_cast<uint64_t>(row_bytes);  // its trailing zeros: how everything is aligned
   for (int i = 0; i < 3; ++i) {
     if (sizes[i] == 1) continue;  // never used
     copy.source_stride[i] = source.stride[i] * element_size;
@@ -72,9 +81,10 @@ flashonnx_status copy_rows(const flashonnx_tensor& source, const flashonnx_tenso
 
 }  // namespace
 
-flashonnx_status concat_cuda(const flashonnx_tensor& present, const flashonnx_tensor& past, const flashonnx_tensor& fresh,
-                             int64_t batch, int64_t heads, int64_t past_len, int64_t new_len, int64_t dim,
-                             int64_t element_size, bool copy_past, void* stream) {
+flashonnx_status concat_cuda(const flashonnx_tensor& present, const flashonnx_tensor& past,
+                             const flashonnx_tensor& fresh, int64_t batch, int64_t heads,
+                             int64_t past_len, int64_t new_len, int64_t dim, int64_t element_size,
+                             bool copy_past, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   if (copy_past) {
     FLASHONNX_RETURN_IF_ERROR(

@@ -13,15 +13,20 @@ __device__ __forceinline__ float* shared_memory() {
   return reinterpret_cast<float*>(memory);
 }
 
-// Copies the first `bytes` (0 to 16) of 16 and writes zeros for the rest; both addresses are 16-byte aligned.
+// Copies the first `bytes` (0 to 16) of 16 and writes zeros for the rest; both addresses are
+// 16-byte aligned.
 __device__ __forceinline__ void copy_async16(float* shared, const void* global, int bytes) {
   const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(bytes) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global),
+               "r"(bytes)
+               : "memory");
 }
 
 __device__ __forceinline__ void copy_async4(float* shared, const void* global, int bytes) {
   const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address), "l"(global), "r"(bytes) : "memory");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address), "l"(global),
+               "r"(bytes)
+               : "memory");
 }
 
 // Waits for this thread's copies; others see them after a barrier.

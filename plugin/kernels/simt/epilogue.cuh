@@ -12,7 +12,8 @@ namespace flashonnx::simt {
 
 // Each warp's sums of V over its share of the first `length` keys, in partial[warp][feature].
 template <class T, class C>
-__device__ __forceinline__ void sum_values(const T* v, int64_t stride, int length, int features, float* partial) {
+__device__ __forceinline__ void sum_values(const T* v, int64_t stride, int length, int features,
+                                           float* partial) {
   constexpr int kWarps = C::kThreads / 32;
   const int warp = threadIdx.x / 32;
   for (int feature = threadIdx.x % 32; feature < features; feature += 32) {
@@ -23,9 +24,11 @@ __device__ __forceinline__ void sum_values(const T* v, int64_t stride, int lengt
   }
 }
 
-// Gives rows without keys the mean of V. Every thread of the block calls this; `partial` is free shared memory.
+// Gives rows without keys the mean of V. Every thread of the block calls this; `partial` is free
+// shared memory.
 template <class T, class C>
-__device__ __forceinline__ void mean_of_values(const Problem& p, const Place& place, const Lane<C>& lane, float* partial,
+__device__ __forceinline__ void mean_of_values(const Problem& p, const Place& place,
+                                               const Lane<C>& lane, float* partial,
                                                RowState<C>& state) {
   constexpr int kWarps = C::kThreads / 32;
   static_assert(kWarps * C::kHeadDim <= 2 * C::kChunk, "the partial sums fit in the slots");
@@ -33,15 +36,18 @@ __device__ __forceinline__ void mean_of_values(const Problem& p, const Place& pl
 #pragma unroll
   for (int i = 0; i < C::kThreadRows; ++i) empty |= state.sum[i] == 0.f;
   const int length = key_length_of(p, place.batch);
-  if (!__syncthreads_or(empty) || length == 0) return;  // the barrier also says that the slots are free
-  sum_values<T, C>(static_cast<const T*>(p.v.data) + place.batch * p.v.batch + place.kv_head * p.v.head, p.v.row, length,
-                   p.value_dim, partial);
+  if (!__syncthreads_or(empty) || length == 0)
+    return;  // the barrier also says that the slots are free
+  sum_values<T, C>(
+      static_cast<const T*>(p.v.data) + place.batch * p.v.batch + place.kv_head * p.v.head, p.v.row,
+      length, p.value_dim, partial);
   __syncthreads();
 #pragma unroll
   for (int c = 0; c < C::kThreadColumns; ++c) {
     const int feature = lane.feature(c / 4) + c % 4;
     float sum = 0.f;
-    for (int w = 0; w < kWarps && feature < p.value_dim; ++w) sum += partial[w * C::kHeadDim + feature];
+    for (int w = 0; w < kWarps && feature < p.value_dim; ++w)
+      sum += partial[w * C::kHeadDim + feature];
 #pragma unroll
     for (int i = 0; i < C::kThreadRows; ++i) {
       if (state.sum[i] == 0.f) state.output[i][c] = sum / static_cast<float>(length);
@@ -50,12 +56,14 @@ __device__ __forceinline__ void mean_of_values(const Problem& p, const Place& pl
 }
 
 template <class Out, class C>
-__device__ __forceinline__ void store_rows(const Problem& p, const Place& place, const Lane<C>& lane, int last_query,
+__device__ __forceinline__ void store_rows(const Problem& p, const Place& place,
+                                           const Lane<C>& lane, int last_query,
                                            const RowState<C>& state) {
   struct alignas(4 * sizeof(Out)) Four {
     Out at[4];
   };
-  Out* const base = static_cast<Out*>(p.o.data) + place.batch * p.o.batch + place.head * p.o.head;
+  Out* const base = static_cast<Out*>(p.o.data) + place.split * p.o_split +
+                    place.batch * p.o.batch + place.head * p.o.head;
 #pragma unroll
   for (int i = 0; i < C::kThreadRows; ++i) {
     const int query = place.first_query + lane.query(i);
@@ -79,11 +87,12 @@ __device__ __forceinline__ void store_rows(const Problem& p, const Place& place,
   }
 }
 
-// Divides, and writes the tile's outputs. `scratch`: 2 chunks of shared memory that no copy is on its way to.
-// state.sum is complete.
+// Divides, and writes the tile's outputs. `scratch`: 2 chunks of shared memory that no copy is on
+// its way to. state.sum is complete.
 template <class T, class C>
-__device__ __forceinline__ void finish_rows(const Problem& p, const Place& place, const Lane<C>& lane, int last_query,
-                                            float* scratch, RowState<C>& state) {
+__device__ __forceinline__ void finish_rows(const Problem& p, const Place& place,
+                                            const Lane<C>& lane, int last_query, float* scratch,
+                                            RowState<C>& state) {
   const float sink = p.sinks ? p.sinks[place.head * p.sinks_stride] : -INFINITY;
   float* const lse = static_cast<float*>(p.lse.data);
 #pragma unroll
@@ -91,8 +100,8 @@ __device__ __forceinline__ void finish_rows(const Problem& p, const Place& place
     const int query = place.first_query + lane.query(i);
     const float sum = state.sum[i], maximum = state.maximum[i];
     if (lse && query <= last_query && lane.warp_column == 0 && lane.column == 0) {
-      lse[place.batch * p.lse.batch + place.head * p.lse.head + query * p.lse.row] =
-          sum == 0.f ? -INFINITY : maximum + logf(sum);
+      lse[place.split * p.lse_split + place.batch * p.lse.batch + place.head * p.lse.head +
+          query * p.lse.row] = sum == 0.f ? -INFINITY : maximum + logf(sum);
     }
     float factor = 1.f / sum;
     if (p.sinks) {
@@ -101,7 +110,8 @@ __device__ __forceinline__ void finish_rows(const Problem& p, const Place& place
       factor /= sum * factor + exp_approximate(sink - top);
     }
 #pragma unroll
-    for (int c = 0; c < C::kThreadColumns; ++c) state.output[i][c] = sum == 0.f ? 0.f : state.output[i][c] * factor;
+    for (int c = 0; c < C::kThreadColumns; ++c)
+      state.output[i][c] = sum == 0.f ? 0.f : state.output[i][c] * factor;
   }
   if (p.empty_row_mean && !p.sinks) mean_of_values<T, C>(p, place, lane, scratch, state);
 

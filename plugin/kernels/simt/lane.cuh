@@ -6,8 +6,9 @@
 
 namespace flashonnx::simt {
 
-// A warp's 4 x 8 lanes are dealt out so that lanes l and l ^ 1 share a column and l and l ^ 2 a row: 16-byte loads of half a
-// warp, 2 rows x 8 columns, then take one pass over the banks instead of two.
+// A warp's 4 x 8 lanes are dealt out so that lanes l and l ^ 1 share a column and l and l ^ 2 a
+// row: 16-byte loads of half a warp, 2 rows x 8 columns, then take one pass over the banks instead
+// of two.
 template <class C>
 struct Lane {
   int warp_row, warp_column, row, column;
@@ -19,7 +20,9 @@ struct Lane {
         column((thread >> 1) & 7) {}
 
   // Rows of the block's tile, keys of the tile, and first features of the lane's vectors of 4.
-  __device__ __forceinline__ int query(int i) const { return 32 * warp_row + C::kLaneRows * i + row; }
+  __device__ __forceinline__ int query(int i) const {
+    return 32 * warp_row + C::kLaneRows * i + row;
+  }
   __device__ __forceinline__ int key(int j) const {
     return warp_column * (C::kBlockKeys / C::kColumnWarps) + column * C::kKeyVector + key_step(j);
   }
@@ -27,7 +30,8 @@ struct Lane {
     return j / C::kKeyVector * C::kKeyVector * C::kLaneColumns + j % C::kKeyVector;
   }
   __device__ __forceinline__ int feature(int vector) const {
-    return warp_column * C::kLaneColumns * C::kThreadColumns + 4 * (C::kLaneColumns * vector + column);
+    return warp_column * C::kLaneColumns * C::kThreadColumns +
+           4 * (C::kLaneColumns * vector + column);
   }
 };
 
@@ -35,7 +39,8 @@ struct Lane {
 template <class Combine>
 __device__ __forceinline__ float reduce_row(float x, Combine combine) {
 #pragma unroll
-  for (int distance = 2; distance <= 8; distance *= 2) x = combine(x, __shfl_xor_sync(0xffffffffu, x, distance));
+  for (int distance = 2; distance <= 8; distance *= 2)
+    x = combine(x, __shfl_xor_sync(0xffffffffu, x, distance));
   return x;
 }
 
@@ -51,7 +56,8 @@ __device__ __forceinline__ int probability_offset(int query, int key) {
 
 // Writes a lane's scores or probabilities to their places in P.
 template <class C>
-__device__ __forceinline__ void store_scores(const Lane<C>& lane, const float (&scores)[C::kThreadRows][C::kThreadKeys],
+__device__ __forceinline__ void store_scores(const Lane<C>& lane,
+                                             const float (&scores)[C::kThreadRows][C::kThreadKeys],
                                              float* probabilities) {
 #pragma unroll
   for (int i = 0; i < C::kThreadRows; ++i) {
@@ -59,7 +65,8 @@ __device__ __forceinline__ void store_scores(const Lane<C>& lane, const float (&
     for (int j = 0; j < C::kThreadKeys; j += C::kKeyVector) {
       float* to = probabilities + probability_offset<C>(lane.query(i), lane.key(j));
       if constexpr (C::kKeyVector == 4) {
-        *reinterpret_cast<float4*>(to) = make_float4(scores[i][j], scores[i][j + 1], scores[i][j + 2], scores[i][j + 3]);
+        *reinterpret_cast<float4*>(to) =
+            make_float4(scores[i][j], scores[i][j + 1], scores[i][j + 2], scores[i][j + 3]);
       } else if constexpr (C::kKeyVector == 2) {
         *reinterpret_cast<float2*>(to) = make_float2(scores[i][j], scores[i][j + 1]);
       } else {

@@ -1,21 +1,29 @@
 // Turns a validated problem into what the kernel is told.
+#include <algorithm>
+#include <array>
 #include <cstdint>
 
 #include "kernels/common/status.h"
+#include "kernels/simt/config.h"
 #include "kernels/simt/launch.h"
 #include "kernels/table.h"
 
 namespace flashonnx::simt {
 namespace {
 
-View view(const flashonnx_tensor& tensor) { return {tensor.data, tensor.stride[0], tensor.stride[1], tensor.stride[2]}; }
+View view(const flashonnx_tensor& tensor) {
+  return {tensor.data, tensor.stride[0], tensor.stride[1], tensor.stride[2]};
+}
 
 int64_t element_size(int32_t dtype) { return dtype == FLASHONNX_FLOAT32 ? 4 : 2; }
 
-// Whether every row consists of whole, aligned vectors of `bytes`. Strides of dimensions of size 1 are never used.
-bool rows_aligned(const flashonnx_tensor& tensor, int64_t batch, int64_t heads, int64_t rows, int64_t dim, int64_t bytes) {
+// Whether every row consists of whole, aligned vectors of `bytes`. Strides of dimensions of size 1
+// are never used.
+bool rows_aligned(const flashonnx_tensor& tensor, int64_t batch, int64_t heads, int64_t rows,
+                  int64_t dim, int64_t bytes) {
   const int64_t sizes[3] = {batch, heads, rows};
-  bool aligned = reinterpret_cast<uintptr_t>(tensor.data) % bytes == 0 && dim * element_size(tensor.dtype) % bytes == 0;
+  bool aligned = reinterpret_cast<uintptr_t>(tensor.data) % bytes == 0 &&
+                 dim * element_size(tensor.dtype) % bytes == 0;
   for (int i = 0; i < 3; ++i) {
     aligned &= sizes[i] <= 1 || tensor.stride[i] * element_size(tensor.dtype) % bytes == 0;
   }
@@ -43,6 +51,7 @@ Problem problem_of(const Params& params) {
     p.sinks = static_cast<const float*>(params.sinks.data);
     p.sinks_stride = params.sinks.stride[0];
   }
+  p.splits = 1;
   p.batch_heads = params.batch * params.q_heads;
   p.q_heads = static_cast<int32_t>(params.q_heads);
   p.group = static_cast<int32_t>(params.q_heads / params.kv_heads);
@@ -58,45 +67,123 @@ Problem problem_of(const Params& params) {
   p.empty_row_mean = params.empty_row == FLASHONNX_EMPTY_ROW_MEAN;
   p.scale = params.scale;
   p.softcap = params.softcap;
-  p.q_vectors = rows_aligned(params.q, params.batch, params.q_heads, params.q_length, params.head_dim, 16);
-  p.k_vectors = rows_aligned(params.k, params.batch, params.kv_heads, params.kv_length, params.head_dim, 16);
-  p.v_vectors = rows_aligned(params.v, params.batch, params.kv_heads, params.kv_length, params.value_dim, 16);
-  p.o_vectors =
-      rows_aligned(params.o, params.batch, params.q_heads, params.q_length, params.value_dim, 4 * element_size(params.o.dtype));
+  p.q_vectors =
+      rows_aligned(params.q, params.batch, params.q_heads, params.q_length, params.head_dim, 16);
+  p.k_vectors =
+      rows_aligned(params.k, params.batch, params.kv_heads, params.kv_length, params.head_dim, 16);
+  p.v_vectors =
+      rows_aligned(params.v, params.batch, params.kv_heads, params.kv_length, params.value_dim, 16);
+  p.o_vectors = rows_aligned(params.o, params.batch, params.q_heads, params.q_length,
+                             params.value_dim, 4 * element_size(params.o.dtype));
   return p;
+}
+
+// How many blocks share the keys of a tile of queries. Only a problem that leaves most of the
+// device idle is split.
+constexpr int64_t kMaxSplits = 32;   // launch_combine has one lane for each
+constexpr int64_t kSplitKeys = 256;  // fewer are not worth a block of their own
+
+struct Tile {
+  int64_t dim, rows,
+      slots;  // largest head dimension, queries a block, blocks the device holds at once
+};
+
+template <class C>
+Tile tile_of(int64_t sm_count) {
+  return {C::kHeadDim, C::kBlockRows, sm_count * C::kMinBlocks};
+}
+
+// The tilings of launch.cuh.
+std::array<Tile, 4> tiles_of(int64_t sm_count) {
+  return {tile_of<Tiling64>(sm_count), tile_of<Tiling128>(sm_count), tile_of<Tiling256>(sm_count),
+          tile_of<Tiling512>(sm_count)};
+}
+
+int64_t splits_of(const Params& params) {
+  if (params.fixed_split) return 1;
+  const int64_t dim = std::max(params.head_dim, params.value_dim);
+  for (const Tile& tile : tiles_of(params.device.sm_count)) {
+    if (dim > tile.dim) continue;
+    const int64_t blocks =
+        (params.q_length + tile.rows - 1) / tile.rows * params.batch * params.q_heads;
+    return std::max<int64_t>(
+        1, std::min({tile.slots / blocks, params.kv_length / kSplitKeys, kMaxSplits}));
+  }
+  return 1;
+}
+
+// The same problem with partial outputs in the workspace, which are dense: (splits, B, Hq, Sq, Dv),
+// (splits, B, Hq, Sq).
+Problem split_problem(const Problem& whole, int64_t splits, float* workspace) {
+  Problem p = whole;
+  const int64_t rows = p.q_length, heads = p.q_heads, dim = p.value_dim, all = p.batch_heads * rows;
+  p.splits = static_cast<int32_t>(splits);
+  p.o = {workspace, heads * rows * dim, rows * dim, dim};
+  p.o_split = all * dim;
+  p.lse = {workspace + splits * p.o_split, heads * rows, rows, 1};
+  p.lse_split = all;
+  p.output_dtype = FLASHONNX_FLOAT32;
+  p.o_vectors = dim % 4 == 0;  // the workspace is aligned to 256 bytes
+  p.sinks = nullptr;
+  p.empty_row_mean = 0;
+  return p;
+}
+
+flashonnx_status launch_problem(int32_t dtype, const Problem& problem, int64_t shared_limit,
+                                cudaStream_t stream) {
+  switch (dtype) {
+    case FLASHONNX_FLOAT32:
+      return launch_float32(problem, shared_limit, stream);
+    case FLASHONNX_FLOAT16:
+      return launch_float16(problem, shared_limit, stream);
+    case FLASHONNX_BFLOAT16:
+      return launch_bfloat16(problem, shared_limit, stream);
+  }
+  return make_status(FLASHONNX_NOT_IMPLEMENTED, "simt: element type %d", dtype);
 }
 
 }  // namespace
 
-int64_t workspace(const Params&) { return 0; }
+// For this problem and for every smaller one, as an engine with dynamic shapes needs it (fewer
+// queries: more splits). splits <= slots / blocks, and a block has at most tile.rows queries, so
+// that splits * queries <= slots * tile.rows.
+int64_t workspace(const Params& params) {
+  const int64_t most_splits = std::min(params.kv_length / kSplitKeys, kMaxSplits);
+  if (most_splits < 2 || params.fixed_split) return 0;
+  int64_t slot_rows = 0;
+  for (const Tile& tile : tiles_of(params.device.sm_count))
+    slot_rows = std::max(slot_rows, tile.slots * tile.rows);
+  const int64_t rows = params.batch * params.q_heads * params.q_length;
+  return std::min(slot_rows, most_splits * rows) * (params.value_dim + 1) * 4;
+}
 
-flashonnx_status launch(const Params& params, void*, void* stream) {
+flashonnx_status launch(const Params& params, void* workspace, void* stream) {
   constexpr int64_t kMaxDim = 512, kMaxCount = int64_t{1} << 31;
-  constexpr int64_t kMaxPositions = kMaxCount - 1024;  // positions, up to a tile past the end, are counted in 32 bits
+  constexpr int64_t kMaxPositions =
+      kMaxCount - 1024;  // positions, up to a tile past the end, are counted in 32 bits
   if (params.head_dim > kMaxDim || params.value_dim > kMaxDim) {
-    return make_status(FLASHONNX_NOT_IMPLEMENTED, "simt: head dimensions up to 512, got %lld and %lld",
-                       static_cast<long long>(params.head_dim), static_cast<long long>(params.value_dim));
+    return make_status(
+        FLASHONNX_NOT_IMPLEMENTED, "simt: head dimensions up to 512, got %lld and %lld",
+        static_cast<long long>(params.head_dim), static_cast<long long>(params.value_dim));
   }
   if (params.q_length > kMaxPositions || params.kv_length > kMaxPositions - params.q_length) {
-    return make_status(FLASHONNX_NOT_IMPLEMENTED, "simt: queries and keys up to 2^31 together, got %lld and %lld",
-                       static_cast<long long>(params.q_length), static_cast<long long>(params.kv_length));
+    return make_status(
+        FLASHONNX_NOT_IMPLEMENTED, "simt: queries and keys up to 2^31 together, got %lld and %lld",
+        static_cast<long long>(params.q_length), static_cast<long long>(params.kv_length));
   }
   if (params.batch >= kMaxCount || params.q_heads >= kMaxCount) {
-    return make_status(FLASHONNX_NOT_IMPLEMENTED, "simt: batches and heads below 2^31, got %lld and %lld",
-                       static_cast<long long>(params.batch), static_cast<long long>(params.q_heads));
+    return make_status(
+        FLASHONNX_NOT_IMPLEMENTED, "simt: batches and heads below 2^31, got %lld and %lld",
+        static_cast<long long>(params.batch), static_cast<long long>(params.q_heads));
   }
   const Problem problem = problem_of(params);
+  const int64_t splits = workspace ? splits_of(params) : 1;
   const int64_t shared_limit = params.device.shared_memory;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  switch (params.q.dtype) {
-    case FLASHONNX_FLOAT32:
-      return launch_float32(problem, shared_limit, cuda_stream);
-    case FLASHONNX_FLOAT16:
-      return launch_float16(problem, shared_limit, cuda_stream);
-    case FLASHONNX_BFLOAT16:
-      return launch_bfloat16(problem, shared_limit, cuda_stream);
-  }
-  return make_status(FLASHONNX_NOT_IMPLEMENTED, "simt: element type %d", params.q.dtype);
+  if (splits == 1) return launch_problem(params.q.dtype, problem, shared_limit, cuda_stream);
+  const Problem partial = split_problem(problem, splits, static_cast<float*>(workspace));
+  FLASHONNX_RETURN_IF_ERROR(launch_problem(params.q.dtype, partial, shared_limit, cuda_stream));
+  return launch_combine(problem, partial, params.v.dtype, cuda_stream);
 }
 
 }  // namespace flashonnx::simt

@@ -1,5 +1,6 @@
-// One launch function per element type of Q, K and V, each in its own file. Head dimensions are at most 512; the launch fills
-// in Problem::tiles and blocks.
+// One launch function per element type of Q, K and V, each in its own file. Head dimensions are at
+// most 512; the launch fills in Problem::tiles and blocks. With splits, o and lse are the partial
+// outputs, and launch_combine follows.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,5 +13,10 @@ namespace flashonnx::simt {
 flashonnx_status launch_float32(const Problem& problem, int64_t shared_limit, cudaStream_t stream);
 flashonnx_status launch_float16(const Problem& problem, int64_t shared_limit, cudaStream_t stream);
 flashonnx_status launch_bfloat16(const Problem& problem, int64_t shared_limit, cudaStream_t stream);
+
+// Writes the outputs of `problem`, whose splits' outputs stand in `partial` (its o and lse;
+// float32, features dense).
+flashonnx_status launch_combine(const Problem& problem, const Problem& partial, int32_t value_dtype,
+                                cudaStream_t stream);
 
 }  // namespace flashonnx::simt

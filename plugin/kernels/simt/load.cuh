@@ -8,7 +8,8 @@
 
 namespace flashonnx::simt {
 
-// Where a chunk's elements stand. A warp reads 8 rows of K at once, kKeyVector apart: the exclusive or spreads them over the banks.
+// Where a chunk's elements stand. A warp reads 8 rows of K at once, kKeyVector apart: the exclusive
+// or spreads them over the banks.
 template <class C>
 struct KeyChunk {
   static constexpr int kRows = C::kBlockKeys;
@@ -23,7 +24,9 @@ template <class C>
 struct ValueChunk {
   static constexpr int kRows = C::kValueKeys;
   static constexpr int kColumns = C::kHeadDim;
-  static __device__ __forceinline__ int offset(int row, int column) { return row * kColumns + column; }
+  static __device__ __forceinline__ int offset(int row, int column) {
+    return row * kColumns + column;
+  }
 };
 
 // Q: chunks of kKeyFeatures, all the block's rows each. Half a warp reads rows r and r + 1 at once.
@@ -52,8 +55,9 @@ __device__ __forceinline__ float4 load4(const T* source, int valid, bool vectors
 
 // Q times the scale. Rows past `rows` and features up to the next multiple of 4 become zeros.
 template <class T, class C>
-__device__ __forceinline__ void load_queries(const T* source, int64_t stride, int rows, int features, float scale,
-                                             bool vectors, float* shared) {
+__device__ __forceinline__ void load_queries(const T* source, int64_t stride, int rows,
+                                             int features, float scale, bool vectors,
+                                             float* shared) {
   for (int row = threadIdx.x / 16; row < C::kBlockRows; row += C::kThreads / 16) {
     for (int column = threadIdx.x % 16 * 4; column < features; column += 64) {
       float4 x = load4(source + row * stride + column, row < rows ? features - column : 0, vectors);
@@ -63,10 +67,11 @@ __device__ __forceinline__ void load_queries(const T* source, int64_t stride, in
   }
 }
 
-// Brings chunks in while the block computes on the one before: `begin` a chunk, compute, `finish` it, barrier, use it.
-// float32 goes by asynchronous copies; 16-bit vectors wait in registers, because they are widened on the way. Rows that are
-// not aligned for vectors go element by element; 16-bit ones then without overlap, to spare registers and code.
-// A thread moves kPieces vectors of 16 bytes: one column of the chunk, every kRowStep-th row.
+// Brings chunks in while the block computes on the one before: `begin` a chunk, compute, `finish`
+// it, barrier, use it. float32 goes by asynchronous copies; 16-bit vectors wait in registers,
+// because they are widened on the way. Rows that are not aligned for vectors go element by element;
+// 16-bit ones then without overlap, to spare registers and code. A thread moves kPieces vectors of
+// 16 bytes: one column of the chunk, every kRowStep-th row.
 template <class T, class C>
 class ChunkLoader {
   static constexpr bool kAsync = std::is_same_v<T, float>;
@@ -75,10 +80,12 @@ class ChunkLoader {
   static_assert(kPieces * kPiece * C::kThreads == C::kChunk);
 
  public:
-  // `source`: the chunk's first element. Rows and columns from `rows` and `columns` on are not read and become zeros.
-  // `vectors`: every row is aligned to 16 bytes, and `columns` is a multiple of kPiece.
+  // `source`: the chunk's first element. Rows and columns from `rows` and `columns` on are not read
+  // and become zeros. `vectors`: every row is aligned to 16 bytes, and `columns` is a multiple of
+  // kPiece.
   template <class Chunk>
-  __device__ __forceinline__ void begin(const T* source, int64_t stride, int rows, int columns, bool vectors, float* slot) {
+  __device__ __forceinline__ void begin(const T* source, int64_t stride, int rows, int columns,
+                                        bool vectors, float* slot) {
     const int first_row = row_of<Chunk>(), column = column_of<Chunk>();
     if (vectors) {
       const T* from = source + first_row * stride + column;
@@ -112,8 +119,9 @@ class ChunkLoader {
     }
   }
 
-  // Afterwards the chunk is in the slot, for this thread; for others after a barrier. `vectors` as in `begin`.
-  // Returns whether one of this thread's elements is infinite or not a number, if `check`.
+  // Afterwards the chunk is in the slot, for this thread; for others after a barrier. `vectors` as
+  // in `begin`. Returns whether one of this thread's elements is infinite or not a number, if
+  // `check`.
   template <class Chunk>
   __device__ __forceinline__ bool finish(float* slot, bool vectors, bool check) {
     const int first_row = row_of<Chunk>(), column = column_of<Chunk>();
@@ -125,7 +133,8 @@ class ChunkLoader {
         const T* at = reinterpret_cast<const T*>(&staged_[i]);
 #pragma unroll
         for (int e = 0; e < kPiece; e += 4) {
-          float4* to = reinterpret_cast<float4*>(slot + Chunk::offset(first_row + i * kRowStep<Chunk>, column + e));
+          float4* to = reinterpret_cast<float4*>(
+              slot + Chunk::offset(first_row + i * kRowStep<Chunk>, column + e));
           *to = {to_float(at[e]), to_float(at[e + 1]), to_float(at[e + 2]), to_float(at[e + 3])};
         }
       }
@@ -136,8 +145,8 @@ class ChunkLoader {
     for (int i = 0; i < kPieces; ++i) {
 #pragma unroll
       for (int e = 0; e < kPiece; e += 4) {
-        const float4 x =
-            *reinterpret_cast<const float4*>(slot + Chunk::offset(first_row + i * kRowStep<Chunk>, column + e));
+        const float4 x = *reinterpret_cast<const float4*>(
+            slot + Chunk::offset(first_row + i * kRowStep<Chunk>, column + e));
         sum = fmaf(x.x, 0.f, fmaf(x.y, 0.f, fmaf(x.z, 0.f, fmaf(x.w, 0.f, sum))));
       }
     }

@@ -1,4 +1,5 @@
-// Soft cap, mask and structural bounds of a lane's scores. A masked score becomes -infinity by selection, whatever it was.
+// Soft cap, mask and structural bounds of a lane's scores. A masked score becomes -infinity by
+// selection, whatever it was.
 #pragma once
 
 #include <cfloat>
@@ -20,7 +21,8 @@ __device__ __forceinline__ float bias_of(M x) {
   }
 }
 
-// A finite sum that overflows stays finite: a row of the most negative floats is a row of equals, not an empty one.
+// A finite sum that overflows stays finite: a row of the most negative floats is a row of equals,
+// not an empty one.
 __device__ __forceinline__ float add_bias(float score, float bias) {
   const float sum = score + bias;
   if (bias == -INFINITY) return -INFINITY;
@@ -29,17 +31,21 @@ __device__ __forceinline__ float add_bias(float score, float bias) {
 
 // Adds a mask of element type M to the lane's scores in `probabilities`, its own places only.
 template <class M, class C>
-__device__ __forceinline__ void add_mask(const Problem& p, const Lane<C>& lane, int64_t batch, int64_t head, int first_query,
-                                         int first_key, int limit, float* probabilities) {
+__device__ __forceinline__ void add_mask(const Problem& p, const Lane<C>& lane, int64_t batch,
+                                         int64_t head, int first_query, int first_key, int limit,
+                                         float* probabilities) {
   const int key = first_key + lane.key(0);
-  const M* base = static_cast<const M*>(p.mask.data) + batch * p.mask.batch + head * p.mask.head + key * p.mask_key;
+  const M* base = static_cast<const M*>(p.mask.data) + batch * p.mask.batch + head * p.mask.head +
+                  key * p.mask_key;
 #pragma unroll 2
   for (int i = 0; i < C::kThreadRows; ++i) {
     const M* row = base + min(first_query + lane.query(i), p.q_length - 1) * p.mask.row;
     float bias[C::kThreadKeys];
 #pragma unroll
-    for (int j = 0; j < C::kThreadKeys; ++j) {  // keys past the limit are outside the mask; the bounds remove them
-      bias[j] = key + Lane<C>::key_step(j) < limit ? bias_of(row[Lane<C>::key_step(j) * p.mask_key]) : 0.f;
+    for (int j = 0; j < C::kThreadKeys;
+         ++j) {  // keys past the limit are outside the mask; the bounds remove them
+      bias[j] = key + Lane<C>::key_step(j) < limit ? bias_of(row[Lane<C>::key_step(j) * p.mask_key])
+                                                   : 0.f;
     }
     float* scores = probabilities + lane.query(i) * C::kBlockKeys;
 #pragma unroll
@@ -50,17 +56,20 @@ __device__ __forceinline__ void add_mask(const Problem& p, const Lane<C>& lane, 
   }
 }
 
-// Soft cap and mask. They go through the lane's own places in the block's P: loops that index shared memory need not be
-// unrolled, which keeps rare work out of the registers. No barrier: nobody else reads these places before the next one.
+// Soft cap and mask. They go through the lane's own places in the block's P: loops that index
+// shared memory need not be unrolled, which keeps rare work out of the registers. No barrier:
+// nobody else reads these places before the next one.
 template <class C>
-__device__ __forceinline__ void cap_and_mask(const Problem& p, const Lane<C>& lane, int64_t batch, int64_t head,
-                                             int first_query, int first_key, int limit, float* probabilities,
+__device__ __forceinline__ void cap_and_mask(const Problem& p, const Lane<C>& lane, int64_t batch,
+                                             int64_t head, int first_query, int first_key,
+                                             int limit, float* probabilities,
                                              float (&scores)[C::kThreadRows][C::kThreadKeys]) {
   store_scores<C>(lane, scores, probabilities);
   if (p.softcap > 0.f) {
 #pragma unroll 1
     for (int n = 0; n < C::kThreadRows * C::kThreadKeys; ++n) {
-      const int offset = probability_offset<C>(lane.query(n / C::kThreadKeys), lane.key(n % C::kThreadKeys));
+      const int offset =
+          probability_offset<C>(lane.query(n / C::kThreadKeys), lane.key(n % C::kThreadKeys));
       probabilities[offset] = p.softcap * tanhf(probabilities[offset] / p.softcap);
     }
   }
@@ -92,12 +101,15 @@ __device__ __forceinline__ void cap_and_mask(const Problem& p, const Lane<C>& la
 }
 
 template <class C>
-__device__ __forceinline__ void apply_bounds(const KeyRange& range, const Lane<C>& lane, int first_query, int first_key,
+__device__ __forceinline__ void apply_bounds(const KeyRange& range, const Lane<C>& lane,
+                                             int first_query, int first_key,
                                              float (&scores)[C::kThreadRows][C::kThreadKeys]) {
   const int query = first_query + lane.query(0);
-  const int first = query + range.first - first_key, last = query + range.last - first_key, limit = range.limit - first_key;
+  const int first = query + range.first - first_key, last = query + range.last - first_key,
+            limit = range.limit - first_key;
 #pragma unroll
-  for (int i = 0; i < C::kThreadRows; ++i) {  // as range.lower and upper, counted from the tile's first key
+  for (int i = 0; i < C::kThreadRows;
+       ++i) {  // as range.lower and upper, counted from the tile's first key
     const int lower = first + C::kLaneRows * i, upper = min(last + C::kLaneRows * i, limit);
 #pragma unroll
     for (int j = 0; j < C::kThreadKeys; ++j) {

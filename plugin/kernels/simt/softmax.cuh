@@ -1,4 +1,5 @@
-// The online softmax of a lane's rows, in natural units: exp(x) = 2^(x log2 e), after the row's maximum is taken off.
+// The online softmax of a lane's rows, in natural units: exp(x) = 2^(x log2 e), after the row's
+// maximum is taken off.
 #pragma once
 
 #include <cmath>
@@ -7,7 +8,9 @@
 
 namespace flashonnx::simt {
 
-__device__ __forceinline__ float exp_approximate(float x) { return exp2_approximate(x * 1.4426950408889634f); }
+__device__ __forceinline__ float exp_approximate(float x) {
+  return exp2_approximate(x * 1.4426950408889634f);
+}
 
 template <class C>
 struct RowState {
@@ -26,11 +29,12 @@ struct RowState {
   }
 };
 
-// Makes probabilities of the scores, relative to the rows' new maxima, and rescales what was summed before.
-// Every thread of the block calls this; only `active` warps have rows in the tile.
+// Makes probabilities of the scores, relative to the rows' new maxima, and rescales what was summed
+// before. Every thread of the block calls this; only `active` warps have rows in the tile.
 template <class C>
 __device__ __forceinline__ void softmax(const Lane<C>& lane, bool active, float* statistics,
-                                        float (&scores)[C::kThreadRows][C::kThreadKeys], RowState<C>& state) {
+                                        float (&scores)[C::kThreadRows][C::kThreadKeys],
+                                        RowState<C>& state) {
   float maximum[C::kThreadRows];
   if (active) {
 #pragma unroll
@@ -44,7 +48,8 @@ __device__ __forceinline__ void softmax(const Lane<C>& lane, bool active, float*
   if constexpr (C::kColumnWarps > 1) {
     if (active && lane.column == 0) {
 #pragma unroll
-      for (int i = 0; i < C::kThreadRows; ++i) statistics[lane.warp_column * C::kBlockRows + lane.query(i)] = maximum[i];
+      for (int i = 0; i < C::kThreadRows; ++i)
+        statistics[lane.warp_column * C::kBlockRows + lane.query(i)] = maximum[i];
     }
     __syncthreads();
     if (active) {
@@ -60,7 +65,9 @@ __device__ __forceinline__ void softmax(const Lane<C>& lane, bool active, float*
 #pragma unroll
   for (int i = 0; i < C::kThreadRows; ++i) {
     const float next = fmaxf(state.maximum[i], maximum[i]);
-    const float base = next == -INFINITY ? 0.f : next;  // a row without keys: exp(-infinity - 0) = 0, and NaN stays NaN
+    const float base = next == -INFINITY
+                           ? 0.f
+                           : next;  // a row without keys: exp(-infinity - 0) = 0, and NaN stays NaN
     const float keep = exp_approximate(state.maximum[i] - base);
     state.maximum[i] = next;
     state.sum[i] *= keep;
@@ -74,21 +81,26 @@ __device__ __forceinline__ void softmax(const Lane<C>& lane, bool active, float*
   }
 }
 
-// The rows' sums over all their lanes and warps, in every lane. Every thread of the block calls this.
+// The rows' sums over all their lanes and warps, in every lane. Every thread of the block calls
+// this.
 template <class C>
-__device__ __forceinline__ void reduce_sums(const Lane<C>& lane, float* statistics, RowState<C>& state) {
+__device__ __forceinline__ void reduce_sums(const Lane<C>& lane, float* statistics,
+                                            RowState<C>& state) {
 #pragma unroll
-  for (int i = 0; i < C::kThreadRows; ++i) state.sum[i] = reduce_row(state.sum[i], [](float a, float b) { return a + b; });
+  for (int i = 0; i < C::kThreadRows; ++i)
+    state.sum[i] = reduce_row(state.sum[i], [](float a, float b) { return a + b; });
   if constexpr (C::kColumnWarps > 1) {
     if (lane.column == 0) {
 #pragma unroll
-      for (int i = 0; i < C::kThreadRows; ++i) statistics[lane.warp_column * C::kBlockRows + lane.query(i)] = state.sum[i];
+      for (int i = 0; i < C::kThreadRows; ++i)
+        statistics[lane.warp_column * C::kBlockRows + lane.query(i)] = state.sum[i];
     }
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < C::kThreadRows; ++i) {
       state.sum[i] = 0.f;
-      for (int w = 0; w < C::kColumnWarps; ++w) state.sum[i] += statistics[w * C::kBlockRows + lane.query(i)];
+      for (int w = 0; w < C::kColumnWarps; ++w)
+        state.sum[i] += statistics[w * C::kBlockRows + lane.query(i)];
     }
   }
 }

@@ -5,4 +5,5 @@ set(FLASHONNX_SIMT_SOURCES
   kernels/simt/float32.cu
   kernels/simt/float16.cu
   kernels/simt/bfloat16.cu
+  kernels/simt/combine.cu
   kernels/simt/concat.cu)
