@@ -176,14 +176,21 @@ class Run {
     OrtAllocator* allocator = nullptr;
     FLASHONNX_ORT_RETURN_IF_ERROR(api_.KernelContext_GetAllocator(context_, memory_, &allocator));
     const Handle<OrtAllocator> handle(allocator, api_.ReleaseAllocator);
-    void* workspace = allocator->Alloc(allocator, static_cast<size_t>(bytes));
+    void* workspace = nullptr;
+    if (stream_ == nullptr) {  // the call below would crash
+      workspace = allocator->Alloc(allocator, static_cast<size_t>(bytes));
+    } else {
+      // Of this run's stream, so that a run on another stream is not handed it while it is in use.
+      FLASHONNX_ORT_RETURN_IF_ERROR(api_.KernelContext_GetScratchBuffer(
+          context_, memory_, static_cast<size_t>(bytes), &workspace));
+    }
     if (workspace == nullptr) {
       return to_ort(api_, make_status(FLASHONNX_RUNTIME_ERROR,
                                       "FlashAttention: no memory for a workspace of %lld bytes",
                                       static_cast<long long>(bytes)));
     }
     const flashonnx_status status = flashonnx_attention_run(&params_, workspace, stream_);
-    // The work may still be queued; the arena hands the memory on to the same stream only.
+    // The work may still be queued: what comes next on the stream comes after it.
     allocator->Free(allocator, workspace);
     return to_ort(api_, status);
   }
