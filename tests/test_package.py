@@ -17,7 +17,7 @@ SOURCES = (".py", ".cpp", ".h", ".cu", ".cuh")
 ONNXRUNTIME = {"RegisterCustomOps"}
 TENSORRT = {"getCreators", "setLoggerFinder", "flashonnx_tensorrt_register"}
 # The C library, as glibc splits it up. Everything else is inside, or looked up when a device is there.
-SYSTEM = {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1"}
+SYSTEM = {"libc.so.6", "libgcc_s.so.1", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1"}
 LIBRARY_LIMIT = 64 << 20  # bytes
 PYTHON_LIMIT = 1 << 20  # bytes of everything else in the wheel
 
