@@ -13,6 +13,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flashonnx import export as export
+    from flashonnx import tensorrt as tensorrt
     from flashonnx._library import LibraryError as LibraryError
     from flashonnx._library import library_path as library_path
     from flashonnx._runtime import register as register
@@ -39,12 +41,16 @@ _PUBLIC = {
     "export_onnx": "flashonnx.export.torch_export",
 }
 
-__all__ = [*sorted(_PUBLIC), "__version__"]
+_MODULES = ("export", "tensorrt")
+
+__all__ = [*sorted(_PUBLIC), *_MODULES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         value: Any = _version()
+    elif name in _MODULES:
+        value = importlib.import_module(f"flashonnx.{name}")
     elif name in _PUBLIC:
         value = getattr(importlib.import_module(_PUBLIC[name]), name)
     else:
