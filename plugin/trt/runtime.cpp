@@ -52,11 +52,12 @@ class Runtime {
   explicit Runtime(void* handle) : handle_(handle) {
     const auto major = handle == nullptr ? nullptr : symbol<int32_t>("getInferLibMajorVersion");
     if (major == nullptr) return;
-    // Versions not known yet are treated as the newest known; 8 and 9 have no IPluginV3.
-    constexpr int32_t kOldest = 10, kNewest = 11, kRtx = 1;
+    // Of a version that is not known here nothing is called; it can still load the library by
+    // itself.
+    constexpr int32_t kRtx = 1;
     const int32_t version = major();
-    if (version == kOldest) slots_ = &kSlots10;
-    if (version == kRtx || version >= kNewest) slots_ = &kSlots11;
+    if (version == 10) slots_ = &kSlots10;
+    if (version == 11 || version == kRtx) slots_ = &kSlots11;
   }
 
   template <typename Result>
@@ -134,9 +135,10 @@ flashonnx_status register_creator(nvinfer1::IPluginCreatorV3One& creator) {
     }
   }
   if (found) return ok();
-  return make_status(FLASHONNX_RUNTIME_ERROR,
-                     "FlashAttention: no TensorRT is loaded in this process; load libnvinfer or "
-                     "libtensorrt_rtx first");
+  return make_status(
+      FLASHONNX_RUNTIME_ERROR,
+      "FlashAttention: no TensorRT 10, 11 or RTX is loaded in this process; load libnvinfer or "
+      "libtensorrt_rtx first");
 }
 
 }  // namespace flashonnx::trt
