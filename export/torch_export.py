@@ -154,7 +154,9 @@ def translate_sdpa(
         from onnxscript.function_libs.torch_lib.ops.nn import aten_scaled_dot_product_attention
 
         return aten_scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    from onnxscript import opset18 as op
+    import onnxscript
+
+    op: Any = onnxscript.opset18
 
     if dropout_p > 0:
         warnings.warn(

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import onnx
     import onnxruntime
 
-    Model = str | os.PathLike[str] | bytes | onnx.ModelProto | onnxruntime.InferenceSession
+    Model: TypeAlias = str | os.PathLike[str] | bytes | onnx.ModelProto | onnxruntime.InferenceSession
 
 # Four units in the last place of an output's largest value; two of the coarse types.
 _FLOOR = {"float64": 2.0**-50, "float32": 2.0**-21, "float16": 2.0**-9}
@@ -160,17 +160,18 @@ class _Candidate:
     """A model that can be run: its graph, and a session of it."""
 
     def __init__(self, model: Model, providers: list[Any] | None) -> None:
-        if hasattr(model, "get_providers"):  # a session
-            providers = providers or model.get_providers()
-            model = getattr(model, "_model_path", None) or getattr(model, "_model_bytes", None)
-            if model is None:
+        source: Any = model
+        if hasattr(source, "get_providers"):  # a session
+            providers = providers or source.get_providers()
+            source = getattr(source, "_model_path", None) or getattr(source, "_model_bytes", None)
+            if source is None:
                 raise ValueError("verify: the graph of this session is not known: pass the model itself")
-        proto = _load(model)
+        proto = _load(source)
         self.specs = input_specs(proto)
         self.inputs = [spec.name for spec in self.specs]
         self.outputs = [output.name for output in proto.graph.output]
         self.proto = _without_bfloat16_doors(proto)
-        self._source = os.fspath(model) if self.proto is proto and isinstance(model, (str, os.PathLike)) else None
+        self._source = os.fspath(source) if self.proto is proto and isinstance(source, (str, os.PathLike)) else None
         self._providers = providers
 
     def open(self, optimised: bool = True) -> Any:
@@ -251,7 +252,8 @@ def _without_bfloat16_doors(model: onnx.ModelProto) -> onnx.ModelProto:
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     graph = copy.graph
-    before, after = [], []
+    before: list[onnx.NodeProto] = []
+    after: list[onnx.NodeProto] = []
     for values, casts, to in ((graph.input, before, TensorProto.BFLOAT16), (graph.output, after, TensorProto.FLOAT)):
         for value in values:
             if value.type.tensor_type.elem_type != TensorProto.BFLOAT16 or value.name in initializers:

@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 the models differ, 2 it could not be done.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -159,7 +160,7 @@ def _kernels(kind: int) -> str:
         params = attention_params(library, device, x, x, x, x)
         for name in ("q", "k", "v", "o"):
             getattr(params, name).dtype = DTYPES[dtype]
-        found.setdefault(_answer(lambda params=params: library.supported(params)), []).append(dtype)
+        found.setdefault(_answer(functools.partial(library.supported, params)), []).append(dtype)
     return "; ".join(
         [*(f"{kernel} ({', '.join(dtypes)})" for kernel, dtypes in found.items()), *([where] if where else [])]
     )
