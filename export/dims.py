@@ -84,8 +84,8 @@ class Dim:
         if self.terms.keys() == divisor.terms.keys():
             ratios = {divmod(c, divisor.terms[m]) for m, c in self.terms.items()}
             if len(ratios) == 1:
-                ratio, rest = ratios.pop()
-                return Dim.of(ratio) if rest == 0 else None
+                ratio, remainder = ratios.pop()
+                return Dim.of(ratio) if remainder == 0 else None
         return None
 
     def __eq__(self, other: object) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -183,7 +184,7 @@ class Facts:
             tensor = constant_tensor(value)
             if tensor is None:
                 return None
-            return tuple(Dim.of(int(size)) for size in tensor.shape)
+            return tuple(Dim.of(int(size)) for size in tensor.shape.numpy())
         dims = []
         for dim in value.shape:
             text = dim if isinstance(dim, int) else dim.value
@@ -335,7 +336,7 @@ _ARITHMETIC = {
     "Div": lambda a, b: a.divided_by(b),
     "Min": minimum,
 }
-_NUMERIC = {
+_NUMERIC: dict[str, Any] = {
     "Add": np.add,
     "Sub": np.subtract,
     "Mul": np.multiply,

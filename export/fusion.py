@@ -137,7 +137,7 @@ def remove_unused(nodes: list[ir.Node]) -> None:
                 pending.append(producer)
             elif value.is_initializer() and not (value.uses() or value.is_graph_input() or value.is_graph_output()):
                 owner = value.graph
-                if owner is not None and value.name in owner.initializers:
+                if owner is not None and value.name is not None and value.name in owner.initializers:
                     del owner.initializers[value.name]
 
 
@@ -166,8 +166,9 @@ def _attach(fusion: Fusion, fused: list[ir.Node], portable: bool) -> list[str]:
 
 
 def _all_nodes(model: ir.Model) -> Iterator[ir.Node]:
-    for holder in (model.graph, *model.functions.values()):
-        yield from holder.all_nodes()
+    yield from model.graph.all_nodes()
+    for function in model.functions.values():
+        yield from function.all_nodes()
 
 
 def _holder(model: ir.Model, node: ir.Node) -> ir.Graph | ir.Function:

@@ -8,6 +8,9 @@ is true (or zero) everywhere drops out.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import onnx_ir as ir
 from flashonnx.export.build import Builder, Names
 from flashonnx.export.facts import Facts
@@ -194,7 +197,7 @@ def upper_bound(facts: Facts, value: ir.Value | None, depth: int = 0) -> float |
     return _bound(facts, value, max, depth)
 
 
-def _bound(facts: Facts, value: ir.Value | None, pick: type[min], depth: int) -> float | None:
+def _bound(facts: Facts, value: ir.Value | None, pick: Callable[..., Any], depth: int) -> float | None:
     if value is None or depth > 24:
         return None
     constant = facts.constant(value)

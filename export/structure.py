@@ -217,7 +217,7 @@ def _constant_band(array: np.ndarray, inverted: bool) -> Structure | None:
     if any(size != 1 for size in array.shape[:-2]):
         return None
     allowed = (array.reshape(array.shape[-2:]) != 0) != inverted
-    return Structure(right=0) if (allowed == np.tri(*allowed.shape, dtype=bool)).all() else None
+    return Structure(right=0) if (allowed == np.tri(*allowed.shape)).all() else None
 
 
 def _constant_bias(array: np.ndarray) -> tuple[Structure, float] | None:

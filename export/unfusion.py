@@ -36,13 +36,14 @@ def unfuse(model: AnyModel, output: str | os.PathLike[str] | None = None) -> tup
     facts, names = Facts(source.model), Names(source.model)
     sites = []
     foreign = [function for function in source.model.functions.values() if function.domain != schema.DOMAIN]
-    for holder in (source.model.graph, *foreign):
+    holders: list[ir.Graph | ir.Function] = [source.model.graph, *foreign]
+    for holder in holders:
         nodes = [node for node in holder.all_nodes() if _is_fused(node)]
         sites += [_replace(facts, names, node) for node in nodes]
     if not any(site.fused for site in sites):
         for identifier in [key for key in source.model.functions if key[0] == schema.DOMAIN]:
             del source.model.functions[identifier]
-        for holder in (source.model.graph, *source.model.functions.values()):
+        for holder in holders:
             holder.opset_imports.pop(schema.DOMAIN, None)
     changed = any(not site.fused for site in sites)
     if output is not None:
@@ -84,10 +85,11 @@ def _replace(facts: Facts, names: Names, node: ir.Node) -> Site:
         made.append(new)
     graph.insert_before(node, made)
     for inside, old in outputs.items():
-        if old.name and (value := values.get(inside)) is not None:
-            value.type, value.shape, name = old.type, old.shape, old.name
-            ir.convenience.replace_all_uses_with(old, value, replace_graph_outputs=True)
-            old.name, value.name = names.fresh(f"{name}_before"), name
+        new_value = values.get(inside)
+        if old.name and new_value is not None:
+            new_value.type, new_value.shape, name = old.type, old.shape, old.name
+            ir.convenience.replace_all_uses_with(old, new_value, replace_graph_outputs=True)
+            old.name, new_value.name = names.fresh(f"{name}_before"), name
     graph.remove(node, safe=True)
     standard = any(inner.op_type == "Attention" for inner in made)
     return Site(label, schema.OP_TYPE, False, "", "Attention" if standard else "plain operators")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import onnx_ir as ir
 from flashonnx.export.build import Builder
@@ -19,6 +19,8 @@ from flashonnx.export.products import Labels
 from flashonnx.export.views import LAYOUT_OPERATORS, Axis, Factor, View, peel, regroup
 
 # What layout operators cost at run time, besides a little for each: those that copy, and repetitions, which grow.
+Step = Callable[[Builder, ir.Value], ir.Value]
+
 TRANSPOSE = 10
 _REPEAT = 40
 
@@ -49,11 +51,15 @@ class Place:
 
     rank: int
     cost: int
-    build: Callable[[Builder], ir.Value]
+    source: ir.Value
+    step: Step
     factor: float
     heads: Dim
     sequence: Dim
     size: Dim
+
+    def build(self, builder: Builder) -> ir.Value:
+        return self.step(builder, self.source)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +69,7 @@ class Exit:
     rank: int
     cost: int
     replaces: ir.Value
-    build: Callable[[Builder, ir.Value], ir.Value]
+    build: Step
 
 
 def groupings(facts: Facts, query: Operand, batch: Labels) -> Iterator[Heads]:
@@ -116,8 +122,8 @@ def places(
         counts = (product(f.size for f in axis) for axis in (kept, s, d))
         sizes = tuple(counts)
         left = sum(map(_cost, peeled.before))
-        for rank, cost, build in _forms(view, b, kept, s, d):
-            found.append(Place(rank, cost + left, build, peeled.factor, *sizes))
+        for rank, cost, step in _forms(view, b, kept, s, d):
+            found.append(Place(rank, cost + left, view.source, step, peeled.factor, *sizes))
     return found
 
 
@@ -149,28 +155,22 @@ def _parts(
     return view, b, h, view.axes[named[sequence]], view.axes[named[size]]
 
 
-def _forms(view: View, b: Axis, h: Axis, s: Axis, d: Axis) -> Iterator[tuple[int, int, Callable[[Builder], ir.Value]]]:
-    source, layout = view.source, view.layout
-    heads, size = product(f.size for f in h).value, product(f.size for f in d).value
+def _forms(view: View, b: Axis, h: Axis, s: Axis, d: Axis) -> Iterator[tuple[int, int, Step]]:
+    """(rank, cost, step) for every way to make the operator's input of the view's source."""
+    layout = view.layout
+    heads, size = _count(h), _count(d)
     if layout == (b, s, h + d):
-        yield 3, 0, lambda builder: source
+        yield 3, 0, _as_it_is
     if layout == (b, h, s, d):
-        yield 4, 0, lambda builder: source
+        yield 4, 0, _as_it_is
     if layout == (b, s, h, d) and heads is not None and size is not None:
-        shape = [0, 0, heads * size]
-        yield 3, 1, lambda builder: builder.op("Reshape", source, builder.ints(shape))
+        yield 3, 1, _reshape(0, 0, heads * size)
     if layout == (s, h + d) and not b:
-        yield 3, 1, lambda builder: builder.op("Unsqueeze", source, builder.ints([0]))
-    if len(layout) == 4:
-        for perm in itertools.permutations(range(4)):
-            if perm != (0, 1, 2, 3) and tuple(layout[i] for i in perm) == (b, h, s, d):
-                yield 4, TRANSPOSE, lambda builder, perm=perm: builder.op("Transpose", source, perm=perm)
-                break
-    if len(layout) == 3:
-        for perm in itertools.permutations(range(3)):
-            if perm != (0, 1, 2) and tuple(layout[i] for i in perm) == (b, s, h + d):
-                yield 3, TRANSPOSE, lambda builder, perm=perm: builder.op("Transpose", source, perm=perm)
-                break
+        yield 3, 1, _with_axes("Unsqueeze", 0)
+    for rank, wanted in ((4, (b, h, s, d)), (3, (b, s, h + d))):
+        perm = _permutation(layout, wanted)
+        if perm is not None:
+            yield rank, TRANSPOSE, _transpose(perm)
 
 
 def exits(
@@ -220,46 +220,57 @@ def exits(
 
 def _returns(view: View, value: ir.Value, b: Axis, h: Axis, s: Axis, d: Axis) -> Iterator[Exit]:
     axes = view.axes
-    heads, size = product(f.size for f in h).value, product(f.size for f in d).value
+    heads, size = _count(h), _count(d)
     flat = tuple(factor for axis in axes for factor in axis)
-    if axes == (b, s, h + d):
-        yield Exit(3, 0, value, lambda builder, y: y)
-    elif flat == b + s + h + d:
-        if axes == (b, s, h, d) and heads is not None and size is not None:
-            yield Exit(3, 1, value, lambda builder, y: builder.op("Reshape", y, builder.ints([0, 0, heads, size])))
-        elif (shape := _same_reshape(value)) is not None:
-            yield Exit(3, 1, value, shape)
-        elif axes == (s, h + d) and not b:
-            yield Exit(3, 1, value, lambda builder, y: builder.op("Squeeze", y, builder.ints([0])))
-    elif len(axes) == 4 and None not in (heads, size):
-        for perm in itertools.permutations(range(4)):
-            if tuple((b, s, h, d)[i] for i in perm) == axes:
-                yield Exit(
-                    3,
-                    TRANSPOSE + 1,
-                    value,
-                    lambda builder, y, perm=perm: builder.op(
-                        "Transpose", builder.op("Reshape", y, builder.ints([0, 0, heads, size])), perm=perm
-                    ),
-                )
-                break
-    elif len(axes) == 3:
-        for perm in itertools.permutations(range(3)):
-            if tuple((b, s, h + d)[i] for i in perm) == axes:
-                yield Exit(3, TRANSPOSE, value, lambda builder, y, perm=perm: builder.op("Transpose", y, perm=perm))
-                break
-    if axes == (b, h, s, d):
-        yield Exit(4, 0, value, lambda builder, y: y)
-    elif flat == b + h + s + d and (shape := _same_reshape(value)) is not None:
-        yield Exit(4, 1, value, shape)
-    elif len(axes) == 4:
-        for perm in itertools.permutations(range(4)):
-            if tuple((b, h, s, d)[i] for i in perm) == axes:
-                yield Exit(4, TRANSPOSE, value, lambda builder, y, perm=perm: builder.op("Transpose", y, perm=perm))
-                break
+    again = _same_reshape(value)
+    for rank, whole in ((3, (b, s, h + d)), (4, (b, h, s, d))):
+        if axes == whole:
+            yield Exit(rank, 0, value, _as_it_is)
+        elif flat == tuple(factor for axis in whole for factor in axis) and again is not None:
+            yield Exit(rank, 1, value, again)
+        elif (perm := _permutation(whole, axes)) is not None:
+            yield Exit(rank, TRANSPOSE, value, _transpose(perm))
+    if axes == (s, h + d) and not b:
+        yield Exit(3, 1, value, _with_axes("Squeeze", 0))
+    if heads is not None and size is not None:
+        apart = _reshape(0, 0, heads, size)
+        perm = _permutation((b, s, h, d), axes)
+        if axes == (b, s, h, d):
+            yield Exit(3, 1, value, apart)
+        elif perm is not None:
+            turn = _transpose(perm)
+            yield Exit(3, TRANSPOSE + 1, value, lambda builder, y: turn(builder, apart(builder, y)))
 
 
-def _same_reshape(value: ir.Value) -> Callable[[Builder, ir.Value], ir.Value] | None:
+def _count(axis: Axis) -> int | None:
+    return product(factor.size for factor in axis).value
+
+
+def _permutation(axes: tuple[Axis, ...], wanted: tuple[Axis, ...]) -> tuple[int, ...] | None:
+    """The perm of a Transpose that makes `wanted` of `axes`; None if there is none, or nothing to do."""
+    if len(axes) != len(wanted) or axes == wanted:
+        return None
+    every = itertools.permutations(range(len(axes)))
+    return next((perm for perm in every if tuple(axes[index] for index in perm) == wanted), None)
+
+
+def _as_it_is(builder: Builder, value: ir.Value) -> ir.Value:
+    return value
+
+
+def _transpose(perm: Sequence[int]) -> Step:
+    return lambda builder, value: builder.op("Transpose", value, perm=perm)
+
+
+def _reshape(*shape: int) -> Step:
+    return lambda builder, value: builder.op("Reshape", value, builder.ints(shape))
+
+
+def _with_axes(op_type: str, *axes: int) -> Step:
+    return lambda builder, value: builder.op(op_type, value, builder.ints(axes))
+
+
+def _same_reshape(value: ir.Value) -> Step | None:
     """The Reshape that made `value`, for another input, if its target means the same on any."""
     node = value.producer()
     if node is None or node.op_type != "Reshape" or node.domain:

@@ -86,11 +86,11 @@ class MaskBuilder:
             raise RefusalError("a bias is added after masked scores were filled with a finite number")
         bias = self._sum([self._bias(term) for term in terms if term.is_bias])
         allowed = self._all([self._allowed(term) for term in terms if not term.is_bias])
+        hides = any(self._hides(term) for term in terms)
+        remark = "a query that sees no key gives 0; it gave NaN before" if hides and not guarded else ""
         if allowed is None:
-            return MaskInput(self._expanded(bias), bounds)
-        empty_row, remark = "mean" if finite else "zero", ""
-        if not finite and not guarded:
-            remark = "a query that sees no key gives 0; it gave NaN before"
+            return MaskInput(self._expanded(bias), bounds, "zero", remark)
+        empty_row = "mean" if finite else "zero"
         if bias is None:
             return MaskInput(self._expanded(allowed), bounds, empty_row, remark)
         kind = self.facts.dtype(bias)
@@ -98,6 +98,13 @@ class MaskBuilder:
         masked = self.builder.constant(np.array(-np.inf, kind.numpy()))
         joint = self._op("Where", allowed, bias, masked, dtype=kind)
         return MaskInput(self._expanded(joint), bounds, empty_row, remark)
+
+    def _hides(self, term: Term) -> bool:
+        """Whether a term is known to set scores to -inf."""
+        if not term.is_bias:
+            return is_minus_infinity(term.number)
+        found = read_bias(self.facts, term.value, self.offset)
+        return found is not None and is_minus_infinity(found[1])
 
     def _does_nothing(self, term: Term) -> bool:
         if term.is_bias:

@@ -146,6 +146,12 @@ def test_filled_with_minus_infinity() -> None:
     assert attributes(nodes(model)[0]) == {"scale": 1.0}
 
 
+def test_bias_of_minus_infinity() -> None:
+    body = masked("m = Where(bad, ninf, zero)")
+    _, report = fuse_and_check(parse(body, f"{QKV}, bool[b,1,1,t] bad", Y), *SIZES)
+    assert "NaN before" in report.sites[0].reason
+
+
 def test_filled_the_other_way() -> None:
     body = masked("", combine="scores = Where(good, raw, ninf)")
     model, _ = fuse_and_check(parse(body, f"{QKV}, bool[b,1,1,t] good", Y), *SIZES)

@@ -7,6 +7,7 @@ import onnx
 import pytest
 from flashonnx.export import fuse
 from models import attributes, fuse_and_check, nodes, op_types, parse, random_inputs, run
+from onnx import helper
 
 QKV = "float[b,2,s,8] q, float[b,2,s,8] k, float[b,2,s,8] v"
 Y = "float[b,2,s,8] y"
@@ -310,3 +311,28 @@ def test_in_a_subgraph() -> None:
     assert "If" in report.sites[0].node
     assert "FlashAttention" in str(fused.graph.node[0])
     assert {o.domain for o in fused.opset_import} == {"", "flashonnx"}
+
+
+def test_in_a_function() -> None:
+    """A model-local function whose body says its shapes only at its calls: listed, with its reason."""
+    text = f"""<ir_version: 10, opset_import: ["" : 18, "mine" : 1]>
+        graph ({QKV}) => ({Y}) {{ y = mine.attend(q, k, v) }}
+        <domain: "mine", opset_import: ["" : 18]> attend (q, k, v) => (y) {{ {PLAIN} }}"""
+    model = onnx.parser.parse_model(text)
+    result, report = fuse(model)
+    assert result is model
+    (site,) = report.sites
+    assert site.node.startswith("function mine::attend / ")
+    assert "rank" in site.reason
+
+
+@pytest.mark.parametrize("op_type", ["MultiHeadAttention", "Attention", "GroupQueryAttention"])
+def test_contributed_operators_are_listed(op_type: str) -> None:
+    node = helper.make_node(op_type, ["q", "k", "v"], ["y"], domain="com.microsoft", num_heads=2)
+    values = [helper.make_tensor_value_info(name, 1, ["b", "s", 16]) for name in "qkvy"]
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(helper.make_graph([node], "g", values[:3], values[3:]), opset_imports=opsets)
+    result, report = fuse(model)
+    assert result is model
+    assert report.sites[0].kind == f"com.microsoft::{op_type}"
+    assert "no rule" in report.sites[0].reason
