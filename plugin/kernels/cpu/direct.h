@@ -1,4 +1,5 @@
-// Key tiles for a few rows, as when decoding: K and V are read where they are, since each element is used only once or twice.
+// Key tiles for a few rows, as when decoding: K and V are read where they are, since each element
+// is used only once or twice.
 #pragma once
 
 #include "simd.h"
@@ -31,7 +32,8 @@ struct Direct {
     for (int n = begin; n < end; n += kWidth) {
       const T* lanes[kWidth];
       for (int i = 0; i < kWidth; ++i) {
-        // Lanes past the end repeat the last key; their scores are masked like all columns past the end.
+        // Lanes past the end repeat the last key; their scores are masked like all columns past the
+        // end.
         lanes[i] = tile_keys + (n + i < end ? n + i : end - 1) * params.k.stride[2];
       }
       for (int r = 0; r < rows; ++r) {
@@ -40,11 +42,13 @@ struct Direct {
     }
   }
 
-  void accumulate(const float* weights, int rows, int begin, int end, const float* rescale, float* o) const {
+  void accumulate(const float* weights, int rows, int begin, int end, const float* rescale,
+                  float* o) const {
     accumulate_rows<false>(weights, rows, begin, end, rescale, o);
   }
 
-  void accumulate_seen(const float* weights, int rows, int begin, int end, const float* rescale, float* o) const {
+  void accumulate_seen(const float* weights, int rows, int begin, int end, const float* rescale,
+                       float* o) const {
     accumulate_rows<true>(weights, rows, begin, end, rescale, o);
   }
 
@@ -60,19 +64,23 @@ struct Direct {
     if (d < params.head_dim) {
       const Vec x = load(query + d);
 #pragma GCC unroll 16
-      for (int i = 0; i < kWidth; ++i) sums[i] += x * load_part(lanes[i] + d, static_cast<int>(params.head_dim - d));
+      for (int i = 0; i < kWidth; ++i)
+        sums[i] += x * load_part(lanes[i] + d, static_cast<int>(params.head_dim - d));
     }
     return sum_each(sums);
   }
 
   template <bool kSeen>
-  void accumulate_rows(const float* weights, int rows, int begin, int end, const float* rescale, float* o) const {
+  void accumulate_rows(const float* weights, int rows, int begin, int end, const float* rescale,
+                       float* o) const {
     for (int r = 0; r < rows; ++r) {
       const float* factor = rescale == nullptr ? nullptr : rescale + r;
       const int64_t dim = params.value_dim;
       int64_t d = 0;
-      for (; d + 8 * kWidth <= dim; d += 8 * kWidth) accumulate_columns<kSeen, 8>(weights, begin, end, d, factor, o);
-      for (; d + 4 * kWidth <= dim; d += 4 * kWidth) accumulate_columns<kSeen, 4>(weights, begin, end, d, factor, o);
+      for (; d + 8 * kWidth <= dim; d += 8 * kWidth)
+        accumulate_columns<kSeen, 8>(weights, begin, end, d, factor, o);
+      for (; d + 4 * kWidth <= dim; d += 4 * kWidth)
+        accumulate_columns<kSeen, 4>(weights, begin, end, d, factor, o);
       for (; d < dim; d += kWidth) accumulate_columns<kSeen, 1>(weights, begin, end, d, factor, o);
       weights += kKeyTile;
       o += plan.padded_value_dim;
@@ -80,7 +88,8 @@ struct Direct {
   }
 
   template <bool kSeen, int kVectors>
-  void accumulate_columns(const float* weights, int begin, int end, int64_t d, const float* rescale, float* o) const {
+  void accumulate_columns(const float* weights, int begin, int end, int64_t d, const float* rescale,
+                          float* o) const {
     Vec sums[kVectors] = {};
     for (int n = begin; n < end; ++n) {
       if (kSeen && weights[n] == 0) continue;

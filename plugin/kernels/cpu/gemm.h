@@ -1,4 +1,5 @@
-// A register-blocked product of a few rows of A by a packed panel of B: the inner loop of both products of attention.
+// A register-blocked product of a few rows of A by a packed panel of B: the inner loop of both
+// products of attention.
 #pragma once
 
 #include "simd.h"
@@ -9,7 +10,8 @@ constexpr int kPanel = 2 * kWidth;  // columns of a panel
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int kAccumulators = 24;  // of 32 registers
 #else
-constexpr int kAccumulators = 12;  // of 16 registers: 2 a cycle hide the FMA's latency of 4, the rest saves loads
+constexpr int kAccumulators =
+    12;  // of 16 registers: 2 a cycle hide the FMA's latency of 4, the rest saves loads
 #endif
 
 struct Product {
@@ -32,7 +34,9 @@ void multiply(const Product& product) {
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) {
-      sum[r][v] = product.rescale == nullptr ? Vec{} : load(product.c + r * product.ldc + v * kWidth) * product.rescale[r];
+      sum[r][v] = product.rescale == nullptr
+                      ? Vec{}
+                      : load(product.c + r * product.ldc + v * kWidth) * product.rescale[r];
     }
   }
   for (int64_t k = 0; k < product.depth; ++k) {
@@ -61,7 +65,8 @@ FLASHONNX_INLINE Multiply multiply_for(int rows, Lanes<kRows...>) {
   return kTable[rows - 1];
 }
 
-// Any number of rows in steps as even as can be: a step of one or two rows would wait for its own sums.
+// Any number of rows in steps as even as can be: a step of one or two rows would wait for its own
+// sums.
 template <int kVectors>
 void multiply_rows(Product product, int rows) {
   constexpr int kStep = kAccumulators / kVectors;

@@ -1,4 +1,5 @@
-// The algorithm, once for every instruction set: for each tile of keys, for each block of rows: scores, online softmax, weighted sum.
+// The algorithm, once for every instruction set: for each tile of keys, for each block of rows:
+// scores, online softmax, weighted sum.
 #pragma once
 
 #include "direct.h"
@@ -24,7 +25,8 @@ struct Scratch {
 };
 
 // Reads a mask that all rows share. Answers whether it leaves any key of the tile.
-inline bool read_shared_mask(const Params& params, const Rows& rows, const Scratch& scratch, Tile& tile) {
+inline bool read_shared_mask(const Params& params, const Rows& rows, const Scratch& scratch,
+                             Tile& tile) {
   const int64_t first = (tile.first + tile.begin) * params.mask.stride[3];
   const int count = tile.end - tile.begin;
   float* biases = scratch.biases + tile.begin;
@@ -34,8 +36,10 @@ inline bool read_shared_mask(const Params& params, const Rows& rows, const Scrat
 }
 
 // The biases of one row's columns [begin, end): the mask itself where it can be read as it is.
-inline const float* read_own_mask(const Params& params, const char* mask, const Tile& tile, int begin, int end, float* biases) {
-  const char* source = mask + (tile.first + begin) * params.mask.stride[3] * mask_bytes(params.mask.dtype);
+inline const float* read_own_mask(const Params& params, const char* mask, const Tile& tile,
+                                  int begin, int end, float* biases) {
+  const char* source =
+      mask + (tile.first + begin) * params.mask.stride[3] * mask_bytes(params.mask.dtype);
   if (params.mask.dtype == FLASHONNX_FLOAT32 && params.mask.stride[3] == 1) {
     return reinterpret_cast<const float*>(source) - begin;
   }
@@ -44,16 +48,19 @@ inline const float* read_own_mask(const Params& params, const char* mask, const 
 }
 
 // Asked for before the scores are computed, a block's mask is there after them.
-FLASHONNX_INLINE void prefetch_own_masks(const Params& params, const Rows& rows, const Tile& tile, int first, int count, int begin,
-                                         int end) {
+FLASHONNX_INLINE void prefetch_own_masks(const Params& params, const Rows& rows, const Tile& tile,
+                                         int first, int count, int begin, int end) {
   if (params.mask.stride[3] != 1) return;
   const int64_t key_bytes = mask_bytes(params.mask.dtype);
-  for (int r = first; r < first + count; ++r) prefetch(rows.mask[r] + (tile.first + begin) * key_bytes, (end - begin) * key_bytes);
+  for (int r = first; r < first + count; ++r) {
+    prefetch(rows.mask[r] + (tile.first + begin) * key_bytes, (end - begin) * key_bytes);
+  }
 }
 
-// Scores to weights for one row. Returns the factor that brings what was summed before to the new maximum.
-inline float update_row(const Params& params, const Tile& tile, Rows& rows, int r, int begin, int end, float* scores,
-                        float* own_biases) {
+// Scores to weights for one row. Returns the factor that brings what was summed before to the new
+// maximum.
+inline float update_row(const Params& params, const Tile& tile, Rows& rows, int r, int begin,
+                        int end, float* scores, float* own_biases) {
   if (params.softcap > 0) apply_softcap(scores, params.softcap, begin, end);
   const float* biases = tile.biases;
   if (rows.mask[r] != nullptr && !rows.same_mask) {
@@ -62,31 +69,40 @@ inline float update_row(const Params& params, const Tile& tile, Rows& rows, int 
   const float previous = rows.maximum[r];
   Vec largest = broadcast(previous);
   if (biases != nullptr) largest = add_biases(scores, biases, begin, end, largest);
-  const bool cut = mask_outside(scores, begin, end, rows.begin[r] - tile.first, rows.end[r] - tile.first);
+  const bool cut =
+      mask_outside(scores, begin, end, rows.begin[r] - tile.first, rows.end[r] - tile.first);
   if (biases == nullptr || cut) largest = find_largest(scores, begin, end, broadcast(previous));
 
   const float maximum = max_lanes(largest);
   const float base = maximum == -kInfinity ? 0.0f : maximum;  // -inf - -inf would be NaN
-  const float sum = tile.finite ? exponentiate<false>(scores, begin, end, base) : exponentiate<true>(scores, begin, end, base);
-  const float rescale = previous == maximum ? 1.0f : previous == -kInfinity ? 0.0f : exp_nonpositive(broadcast(previous - base))[0];
+  const float sum = tile.finite ? exponentiate<false>(scores, begin, end, base)
+                                : exponentiate<true>(scores, begin, end, base);
+  float rescale = 1.0f;
+  if (maximum != previous) {
+    rescale = previous == -kInfinity ? 0.0f : exp_nonpositive(broadcast(previous - maximum))[0];
+  }
   rows.maximum[r] = maximum;
   rows.sum[r] = rows.sum[r] * rescale + sum;
   return rescale;
 }
 
 template <typename Keys>
-void process_block(const Params& params, const Plan& plan, const Scratch& scratch, const Keys& keys, const Tile& tile, Rows& rows,
-                   int first, int count) {
+void process_block(const Params& params, const Plan& plan, const Scratch& scratch, const Keys& keys,
+                   const Tile& tile, Rows& rows, int first, int count) {
   const Range seen = visible_keys(rows, first, count);
-  const int begin = static_cast<int>(clamp(seen.begin - tile.first, tile.begin, kKeyTile)) / kPanel * kPanel;
+  const int begin =
+      static_cast<int>(clamp(seen.begin - tile.first, tile.begin, kKeyTile)) / kPanel * kPanel;
   const int end = static_cast<int>(clamp(seen.end - tile.first, 0, tile.end));
   if (begin >= end) return;
 
-  if (rows.mask[first] != nullptr && !rows.same_mask) prefetch_own_masks(params, rows, tile, first, count, begin, end);
+  if (rows.mask[first] != nullptr && !rows.same_mask) {
+    prefetch_own_masks(params, rows, tile, first, count, begin, end);
+  }
   keys.compute_scores(scratch.q + first * plan.padded_head_dim, count, begin, end, scratch.scores);
   float rescale[kBlockRows];
   for (int i = 0; i < count; ++i) {
-    rescale[i] = update_row(params, tile, rows, first + i, begin, end, scratch.scores + i * kKeyTile, scratch.biases);
+    rescale[i] = update_row(params, tile, rows, first + i, begin, end,
+                            scratch.scores + i * kKeyTile, scratch.biases);
   }
   float* o = scratch.o + first * plan.padded_value_dim;
   bool& started = rows.started[first / kBlockRows];
@@ -100,7 +116,8 @@ void process_block(const Params& params, const Plan& plan, const Scratch& scratc
 }
 
 template <typename Keys>
-void process_tiles(const Params& params, const Plan& plan, const Scratch& scratch, Keys& keys, Rows& rows) {
+void process_tiles(const Params& params, const Plan& plan, const Scratch& scratch, Keys& keys,
+                   Rows& rows) {
   const Range seen = visible_keys(rows, 0, rows.count);
   if (seen.begin >= seen.end) return;
   for (int64_t first = seen.begin / kKeyTile * kKeyTile; first < seen.end; first += kKeyTile) {
@@ -109,14 +126,16 @@ void process_tiles(const Params& params, const Plan& plan, const Scratch& scratc
     if (rows.same_mask && !read_shared_mask(params, rows, scratch, tile)) continue;
     tile.finite = keys.load_tile(first, tile.begin, tile.end);
     for (int r = 0; r < rows.count; r += kBlockRows) {
-      process_block(params, plan, scratch, keys, tile, rows, r, static_cast<int>(clamp(rows.count - r, 0, kBlockRows)));
+      process_block(params, plan, scratch, keys, tile, rows, r,
+                    static_cast<int>(clamp(rows.count - r, 0, kBlockRows)));
     }
   }
 }
 
 template <typename T>
 void run(const Params& params, const Plan& plan, int64_t task, float* memory) {
-  const Scratch scratch{memory + plan.q, memory + plan.o, memory + plan.scores, memory + plan.biases};
+  const Scratch scratch{memory + plan.q, memory + plan.o, memory + plan.scores,
+                        memory + plan.biases};
   const int64_t b = task / plan.row_tiles / params.kv_heads;
   const int64_t kv_head = task / plan.row_tiles % params.kv_heads;
   // Later queries see more keys under a causal mask: the long tasks come first.
@@ -145,9 +164,12 @@ void run(const Params& params, const Plan& plan, int64_t task, float* memory) {
 
 void run_task(const Params& params, const Plan& plan, int64_t task, float* scratch) {
   switch (params.q.dtype) {
-    case FLASHONNX_FLOAT16: return run<Half>(params, plan, task, scratch);
-    case FLASHONNX_BFLOAT16: return run<BFloat16>(params, plan, task, scratch);
-    default: return run<float>(params, plan, task, scratch);
+    case FLASHONNX_FLOAT16:
+      return run<Half>(params, plan, task, scratch);
+    case FLASHONNX_BFLOAT16:
+      return run<BFloat16>(params, plan, task, scratch);
+    default:
+      return run<float>(params, plan, task, scratch);
   }
 }
 

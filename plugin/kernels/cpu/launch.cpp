@@ -1,4 +1,5 @@
-// Chooses the instruction set, cuts the problem into tasks and hands them to the caller's threads or to our own.
+// Chooses the instruction set, cuts the problem into tasks and hands them to the caller's threads
+// or to our own.
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -21,7 +22,8 @@ RunTask best_run_task() {
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
     return avx512::run_task;
   }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("f16c")) {
     return avx2::run_task;
   }
 #endif
@@ -49,15 +51,18 @@ Plan make_plan(const Params& params) {
   // Q and O of a task stay in the L2 cache; below that, enough tasks for the threads to even out.
   constexpr int64_t kRowFloats = 48 * 1024;
   const int64_t dims = plan.padded_head_dim + plan.padded_value_dim;
-  const int64_t cap = std::clamp<int64_t>(kRowFloats / dims / kBlockRows * kBlockRows, kMinRows, kMaxRows);
+  const int64_t cap =
+      std::clamp<int64_t>(kRowFloats / dims / kBlockRows * kBlockRows, kMinRows, kMaxRows);
   const int64_t heads = params.batch * params.kv_heads;
-  const int64_t tiles = std::max(ceil_div(plan.total_rows, cap), ceil_div(4 * threads(params), heads));
-  plan.rows = std::clamp<int64_t>(ceil_div(ceil_div(plan.total_rows, tiles), kBlockRows) * kBlockRows, kBlockRows, cap);
+  const int64_t tiles =
+      std::max(ceil_div(plan.total_rows, cap), ceil_div(4 * threads(params), std::max<int64_t>(heads, 1)));
+  plan.rows = std::clamp<int64_t>(
+      ceil_div(ceil_div(plan.total_rows, tiles), kBlockRows) * kBlockRows, kBlockRows, cap);
   plan.row_tiles = ceil_div(plan.total_rows, plan.rows);
   plan.tasks = heads * plan.row_tiles;
 
-  // The parts are laid out so that the whole depends on the head dimensions alone and grows with them: a bound over many problems is
-  // then the size of the largest.
+  // The parts are laid out so that the whole depends on the head dimensions alone and grows with
+  // them: a bound over many problems is then the size of the largest.
   plan.q = 0;
   plan.o = plan.rows * plan.padded_head_dim;
   plan.k = std::max(std::min(kRowFloats, kMaxRows * dims), kMinRows * dims);
@@ -68,7 +73,8 @@ Plan make_plan(const Params& params) {
   return plan;
 }
 
-// Workers that take tasks until none is left: a worker needs its own scratch, a task does not, and threads that come late do less.
+// Workers that take tasks until none is left: a worker needs its own scratch, a task does not, and
+// threads that come late do less.
 int64_t worker_count(const Params& params) {
   return std::min(threads(params), params.batch * params.q_heads * params.q_length);
 }
@@ -111,7 +117,8 @@ int64_t workspace(const Params& params) {
 
 flashonnx_status launch(const Params& params, void* workspace, void*) {
   if (workspace == nullptr) {
-    return make_status(FLASHONNX_INVALID_ARGUMENT, "the CPU kernel is expected to be given a workspace, got null");
+    return make_status(FLASHONNX_INVALID_ARGUMENT,
+                       "the CPU kernel is expected to be given a workspace, got null");
   }
   const Plan plan = make_plan(params);
   Job job{params, plan, best_run_task(), static_cast<float*>(workspace)};
@@ -120,7 +127,8 @@ flashonnx_status launch(const Params& params, void* workspace, void*) {
     params.parallel_for(params.parallel_context, workers, work, &job);
     return ok();
   }
-  const double products = static_cast<double>(plan.tasks) * plan.rows * params.kv_length * (params.head_dim + params.value_dim);
+  const double products = static_cast<double>(plan.tasks) * plan.rows * params.kv_length *
+                          (params.head_dim + params.value_dim);
   workers = std::min(workers, 1 + static_cast<int64_t>(products / kProductsPerThread));
   work_on_threads(job, workers);
   return ok();

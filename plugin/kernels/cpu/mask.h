@@ -35,15 +35,21 @@ void read_biases(const char* source, int64_t stride, int count, float* target) {
   }
 }
 
-// Reads the biases of `count` keys, the first at `source`. Some of the next whole vector of `target` may be overwritten.
+// Reads the biases of `count` keys, the first at `source`. Some of the next whole vector of
+// `target` may be overwritten.
 inline void read_mask(const flashonnx_tensor& mask, const char* source, int count, float* target) {
   const int64_t stride = mask.stride[3];
   switch (mask.dtype) {
-    case FLASHONNX_FLOAT32: return read_biases<float>(source, stride, count, target);
-    case FLASHONNX_FLOAT16: return read_biases<Half>(source, stride, count, target);
-    case FLASHONNX_BFLOAT16: return read_biases<BFloat16>(source, stride, count, target);
-    case FLASHONNX_INT32: return read_booleans<int32_t>(source, stride, count, target);
-    default: return read_booleans<uint8_t>(source, stride, count, target);
+    case FLASHONNX_FLOAT32:
+      return read_biases<float>(source, stride, count, target);
+    case FLASHONNX_FLOAT16:
+      return read_biases<Half>(source, stride, count, target);
+    case FLASHONNX_BFLOAT16:
+      return read_biases<BFloat16>(source, stride, count, target);
+    case FLASHONNX_INT32:
+      return read_booleans<int32_t>(source, stride, count, target);
+    default:
+      return read_booleans<uint8_t>(source, stride, count, target);
   }
 }
 

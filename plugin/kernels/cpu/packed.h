@@ -1,4 +1,5 @@
-// Key tiles for many rows: K transposed and V in panels, as float32, in the order in which the micro-kernels read them.
+// Key tiles for many rows: K transposed and V in panels, as float32, in the order in which the
+// micro-kernels read them.
 #pragma once
 
 #include "gemm.h"
@@ -6,9 +7,12 @@
 
 namespace flashonnx::cpu::FLASHONNX_CPU_ISA {
 
+// Rows that are asked for before they are packed, past the tile's end too: about a cache miss
+// ahead.
 constexpr int kAhead = 16;
 
-// Keys [begin, end) of a tile: panel n / kPanel holds dim x kPanel. Columns up to the next whole vector are zeros.
+// Keys [begin, end) of a tile: panel n / kPanel holds dim x kPanel. Columns up to the next whole
+// vector are zeros.
 template <typename T>
 void pack_keys(const T* source, int64_t stride, int64_t dim, int begin, int end, float* target) {
   for (int first = begin; first < end; first += kWidth) {
@@ -34,7 +38,8 @@ void pack_keys(const T* source, int64_t stride, int64_t dim, int begin, int end,
   }
 }
 
-// Values [begin, end) of a tile: panel d / kPanel holds kKeyTile x kPanel. Answers whether all are finite.
+// Values [begin, end) of a tile: panel d / kPanel holds kKeyTile x kPanel. Answers whether all are
+// finite.
 template <typename T>
 bool pack_values(const T* source, int64_t stride, int64_t dim, int begin, int end, float* target) {
   FiniteCheck check;
@@ -54,36 +59,43 @@ template <typename T>
 struct Packed {
   const flashonnx_attention_params& params;
   const Plan& plan;
-  const T* keys;    // of this batch and key head
+  const T* keys;  // of this batch and key head
   const T* values;
   float* k;
   float* v;
 
-  // Makes keys [begin, end) of the tile at `first` current. Answers whether their values are finite.
+  // Makes keys [begin, end) of the tile at `first` current. Answers whether their values are
+  // finite.
   bool load_tile(int64_t first, int begin, int end) {
-    pack_keys(keys + first * params.k.stride[2], params.k.stride[2], params.head_dim, begin, end, k);
-    return pack_values(values + first * params.v.stride[2], params.v.stride[2], params.value_dim, begin, end, v);
+    pack_keys(keys + first * params.k.stride[2], params.k.stride[2], params.head_dim, begin, end,
+              k);
+    return pack_values(values + first * params.v.stride[2], params.v.stride[2], params.value_dim,
+                       begin, end, v);
   }
 
   // scores = Q K^T, panel by panel so that one stays in the L1 cache for all rows.
   void compute_scores(const float* q, int rows, int begin, int end, float* scores) const {
     for (int n = begin; n < end; n += kPanel) {
-      multiply_panel({q, plan.padded_head_dim, k + n * params.head_dim, params.head_dim, scores + n, kKeyTile, nullptr}, rows,
-                     end - n);
+      multiply_panel({q, plan.padded_head_dim, k + n * params.head_dim, params.head_dim, scores + n,
+                      kKeyTile, nullptr},
+                     rows, end - n);
     }
   }
 
   // O = rescale O + weights V; rescale is null for the first tile, whose O holds nothing yet.
-  void accumulate(const float* weights, int rows, int begin, int end, const float* rescale, float* o) const {
+  void accumulate(const float* weights, int rows, int begin, int end, const float* rescale,
+                  float* o) const {
     for (int64_t d = 0; d < params.value_dim; d += kPanel) {
-      multiply_panel({weights + begin, kKeyTile, v + d * kKeyTile + begin * kPanel, end - begin, o + d,
-                      plan.padded_value_dim, rescale},
+      multiply_panel({weights + begin, kKeyTile, v + d * kKeyTile + begin * kPanel, end - begin,
+                      o + d, plan.padded_value_dim, rescale},
                      rows, params.value_dim - d);
     }
   }
 
-  // The same for a tile with Inf or NaN among its values, which must not reach rows that mask those keys: 0 * Inf is NaN.
-  void accumulate_seen(const float* weights, int rows, int begin, int end, const float* rescale, float* o) const {
+  // The same for a tile with Inf or NaN among its values, which must not reach rows that mask those
+  // keys: 0 * Inf is NaN.
+  void accumulate_seen(const float* weights, int rows, int begin, int end, const float* rescale,
+                       float* o) const {
     for (int r = 0; r < rows; ++r) {
       for (int64_t d = 0; d < params.value_dim; d += kWidth) {
         const float* column = v + d / kPanel * kPanel * kKeyTile + d % kPanel;

@@ -29,7 +29,8 @@ struct Range {
 
 template <typename T>
 FLASHONNX_INLINE T* at(const flashonnx_tensor& tensor, int64_t b, int64_t h, int64_t s) {
-  return static_cast<T*>(tensor.data) + b * tensor.stride[0] + h * tensor.stride[1] + s * tensor.stride[2];
+  return static_cast<T*>(tensor.data) + b * tensor.stride[0] + h * tensor.stride[1] +
+         s * tensor.stride[2];
 }
 
 inline int64_t clamp(int64_t x, int64_t low, int64_t high) {
@@ -40,16 +41,19 @@ inline int64_t key_length(const Params& params, int64_t b) {
   const flashonnx_tensor& lengths = params.key_lengths;
   if (lengths.dtype == FLASHONNX_NONE) return params.kv_length;
   const int64_t i = b * lengths.stride[0];
-  const int64_t length = lengths.dtype == FLASHONNX_INT64 ? static_cast<const int64_t*>(lengths.data)[i]
-                                                          : static_cast<const int32_t*>(lengths.data)[i];
+  const int64_t length = lengths.dtype == FLASHONNX_INT64
+                             ? static_cast<const int64_t*>(lengths.data)[i]
+                             : static_cast<const int32_t*>(lengths.data)[i];
   return clamp(length, 0, params.kv_length);
 }
 
-inline void set_up_rows(const Params& params, const Plan& plan, int64_t b, int64_t kv_head, int64_t first, Rows& rows) {
+inline void set_up_rows(const Params& params, const Plan& plan, int64_t b, int64_t kv_head,
+                        int64_t first, Rows& rows) {
   const flashonnx_tensor& mask = params.mask;
   const bool masked = mask.dtype != FLASHONNX_NONE;
   const int64_t length = key_length(params, b);
-  const int64_t offset = params.causal_offset + (params.offset_from_lengths ? length - params.q_length : 0);
+  const int64_t offset =
+      params.causal_offset + (params.offset_from_lengths ? length - params.q_length : 0);
   const int64_t limit = masked && params.mask_keys < length ? params.mask_keys : length;
   int64_t query = first / plan.group;
   int64_t member = first % plan.group;  // of the group of heads
@@ -68,7 +72,8 @@ inline void set_up_rows(const Params& params, const Plan& plan, int64_t b, int64
     rows.end[r] = end;
     rows.mask[r] = nullptr;
     if (masked) {
-      const int64_t element = b * mask.stride[0] + rows.head[r] * mask.stride[1] + query * mask.stride[2];
+      const int64_t element =
+          b * mask.stride[0] + rows.head[r] * mask.stride[1] + query * mask.stride[2];
       rows.mask[r] = static_cast<const char*>(mask.data) + element * mask_bytes(mask.dtype);
       rows.same_mask &= rows.mask[r] == rows.mask[0];
     }
@@ -100,12 +105,16 @@ void store_row(const float* source, float factor, int64_t count, T* target) {
   if (d < count) store_part(target + d, load(source + d) * factor, static_cast<int>(count - d));
 }
 
-inline void store_output(const Params& params, int64_t b, int64_t h, int64_t i, const float* source, float factor) {
+inline void store_output(const Params& params, int64_t b, int64_t h, int64_t i, const float* source,
+                         float factor) {
   const int64_t count = params.value_dim;
   switch (params.o.dtype) {
-    case FLASHONNX_FLOAT16: return store_row(source, factor, count, at<Half>(params.o, b, h, i));
-    case FLASHONNX_BFLOAT16: return store_row(source, factor, count, at<BFloat16>(params.o, b, h, i));
-    default: return store_row(source, factor, count, at<float>(params.o, b, h, i));
+    case FLASHONNX_FLOAT16:
+      return store_row(source, factor, count, at<Half>(params.o, b, h, i));
+    case FLASHONNX_BFLOAT16:
+      return store_row(source, factor, count, at<BFloat16>(params.o, b, h, i));
+    default:
+      return store_row(source, factor, count, at<float>(params.o, b, h, i));
   }
 }
 
@@ -126,9 +135,11 @@ void mean_value(const Params& params, int64_t b, int64_t kv_head, float* mean) {
   }
 }
 
-// Writes the rows' outputs. `o` holds their weighted sums, and anything at all for a row that saw no key.
+// Writes the rows' outputs. `o` holds their weighted sums, and anything at all for a row that saw
+// no key.
 template <typename T>
-void finish_rows(const Params& params, const Plan& plan, int64_t b, int64_t kv_head, const Rows& rows, float* o) {
+void finish_rows(const Params& params, const Plan& plan, int64_t b, int64_t kv_head,
+                 const Rows& rows, float* o) {
   const bool sinks = params.sinks.dtype != FLASHONNX_NONE;
   const bool use_mean = params.empty_row == FLASHONNX_EMPTY_ROW_MEAN && !sinks;
   const float* empty_output = nullptr;
@@ -138,7 +149,8 @@ void finish_rows(const Params& params, const Plan& plan, int64_t b, int64_t kv_h
     const float sum = rows.sum[r];
     float* row = o + r * plan.padded_value_dim;
     if (params.lse.dtype != FLASHONNX_NONE) {
-      *at<float>(params.lse, b, h, rows.query[r]) = sum == 0 ? -kInfinity : maximum + __builtin_logf(sum);
+      *at<float>(params.lse, b, h, rows.query[r]) =
+          sum == 0 ? -kInfinity : maximum + __builtin_logf(sum);
     }
     if (sum == 0) {
       if (empty_output == nullptr) {

@@ -1,4 +1,5 @@
-// Vectors of kWidth floats on GCC's and Clang's vector extensions, and the few functions that they lack.
+// Vectors of kWidth floats on GCC's and Clang's vector extensions, and the few functions that they
+// lack.
 #pragma once
 
 #include <cfloat>
@@ -46,7 +47,8 @@ FLASHONNX_INLINE void store(float* p, Vec x) { __builtin_memcpy(p, &x, sizeof x)
 
 FLASHONNX_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }  // b where one is NaN
 
-// Asks for `bytes` > 0 bytes at p. Forced inline like all that call it: GCC deletes calls of a function that only prefetches.
+// Asks for `bytes` > 0 bytes at p. Forced inline like all that call it: GCC deletes calls of a
+// function that only prefetches.
 FLASHONNX_INLINE void prefetch(const void* p, int64_t bytes) {
   const char* first = static_cast<const char*>(p);
   for (int64_t i = 0; i < bytes - 1; i += 64) __builtin_prefetch(first + i);
@@ -56,10 +58,12 @@ FLASHONNX_INLINE void prefetch(const void* p, int64_t bytes) {
 // Rows are often far apart, where hardware does not foresee the next.
 template <typename T>
 FLASHONNX_INLINE void prefetch_rows(const T* p, int64_t stride, int64_t rows, int64_t dim) {
-  for (int64_t n = 0; n < rows; ++n) prefetch(p + n * stride, dim * static_cast<int64_t>(sizeof(T)));
+  for (int64_t n = 0; n < rows; ++n)
+    prefetch(p + n * stride, dim * static_cast<int64_t>(sizeof(T)));
 }
 
-// Watches for Inf and NaN. The largest magnitude is a chain of latency 1, where 0 * x summed up would be one of 4.
+// Watches for Inf and NaN. The largest magnitude is a chain of latency 1, where 0 * x summed up
+// would be one of 4.
 struct FiniteCheck {
   IntVec largest{};
 
@@ -88,7 +92,9 @@ FLASHONNX_INLINE ShortVec narrow(Vec x, BFloat16) {
 }
 
 #if defined(__AVX512F__)
-FLASHONNX_INLINE Vec widen(ShortVec bits, Half) { return (Vec)_mm512_maskz_cvtph_ps(0xffff, (__m256i)bits); }
+FLASHONNX_INLINE Vec widen(ShortVec bits, Half) {
+  return (Vec)_mm512_maskz_cvtph_ps(0xffff, (__m256i)bits);
+}
 FLASHONNX_INLINE ShortVec narrow(Vec x, Half) {
   return (ShortVec)_mm512_maskz_cvtps_ph(0xffff, (__m512)x, _MM_FROUND_TO_NEAREST_INT);
 }
@@ -183,14 +189,16 @@ FLASHONNX_INLINE float max_lanes(Vec x) {
   return x[0];
 }
 
-// A Vec is kQuads quads of 4 lanes, and what crosses quads is dear, so the two below work within them.
+// A Vec is kQuads quads of 4 lanes. What crosses quads is dear, so blocks are transposed within
+// them.
 constexpr int kQuads = kWidth / 4;
 
 // Lane i of quad l of the result is lane kPick[i] of quad l of a (below 4) or b (4 and up).
 template <int k0, int k1, int k2, int k3, int... kIndex>
 FLASHONNX_INLINE Vec pick(Vec a, Vec b, Lanes<kIndex...>) {
   constexpr int kPick[4] = {k0, k1, k2, k3};
-  return __builtin_shufflevector(a, b, (kIndex / 4 * 4 + kPick[kIndex % 4] % 4 + kPick[kIndex % 4] / 4 * kWidth)...);
+  return __builtin_shufflevector(
+      a, b, (kIndex / 4 * 4 + kPick[kIndex % 4] % 4 + kPick[kIndex % 4] / 4 * kWidth)...);
 }
 
 template <int k0, int k1, int k2, int k3>
@@ -198,7 +206,7 @@ FLASHONNX_INLINE Vec pick(Vec a, Vec b) {
   return pick<k0, k1, k2, k3>(a, b, AllLanes{});
 }
 
-// Quad l is the 4 elements at p + l * step.
+// Quad l of the result is the 4 elements at p + l * step.
 FLASHONNX_INLINE Vec load_quads(const float* p, int64_t step) {
   typedef float Quad __attribute__((vector_size(16)));
   Quad quads[kQuads];
@@ -270,13 +278,15 @@ FLASHONNX_INLINE Vec sum_each(const Vec (&sums)[kWidth]) {
 
 // -- functions
 
-// e^x for x <= 0 to within 1.1 ulp, 0 where that is below the smallest normal number; NaN stays. e^x = 2^n e^r with |r| <= ln(2) / 2,
-// and a minimax polynomial for e^r. Adding kRound leaves n + 127, the biased exponent, in the low bits of the sum.
+// e^x for x <= 0 to within 1.1 ulp, 0 where that is below the smallest normal number; NaN stays.
+// e^x = 2^n e^r with |r| <= ln(2) / 2, and a minimax polynomial for e^r. Adding kRound leaves n +
+// 127, the biased exponent, in the low bits of the sum.
 FLASHONNX_INLINE Vec exp_nonpositive(Vec x) {
   constexpr float kRound = 0x1.8p23f + 127;
   const Vec shifted = x * 0x1.715476p0f + kRound;
   const Vec n = shifted - kRound;
-  const Vec r = (x - n * 0x1.63p-1f) + n * 0x1.bd0106p-13f;  // ln(2) in two parts, the first exact times n
+  // ln(2) in two parts, the first exact times n.
+  const Vec r = (x - n * 0x1.63p-1f) + n * 0x1.bd0106p-13f;
   Vec p = broadcast(0x1.6a23dp-10f);
   p = p * r + 0x1.123a2p-7f;
   p = p * r + 0x1.5558f2p-5f;

@@ -1,4 +1,5 @@
-// The online softmax of one row of scores, columns [begin, end) of a tile; whole vectors are read and written.
+// The online softmax of one row of scores, columns [begin, end) of a tile; whole vectors are read
+// and written.
 #pragma once
 
 #include "simd.h"
@@ -12,8 +13,9 @@ inline void apply_softcap(float* scores, float cap, int begin, int end) {
   }
 }
 
-// Adds biases and returns the largest of the sums and `largest`. Only a bias of exactly -inf masks: it wins over whatever stands in the
-// score, and a sum of finite numbers that overflows stays finite, so that a row of finfo.min everywhere still has keys.
+// Adds biases and returns the largest of the sums and `largest`. Only a bias of exactly -inf masks:
+// it wins over whatever stands in the score, and a sum of finite numbers that overflows stays
+// finite, so that a row of finfo.min everywhere still has keys.
 inline Vec add_biases(float* scores, const float* biases, int begin, int end, Vec largest) {
   for (int n = begin; n < end; n += kWidth) {
     const Vec bias = load_upto(biases + n, end - n);
@@ -31,17 +33,19 @@ inline Vec find_largest(const float* scores, int begin, int end, Vec largest) {
   return largest;
 }
 
-// Masks columns outside of [from, to), up to the end of the last vector. Answers whether there were any.
+// Masks columns outside of [from, to), up to the end of the last vector. Answers whether there were
+// any.
 inline bool mask_outside(float* scores, int begin, int end, int64_t from, int64_t to) {
   const int padded_end = begin + (end - begin + kWidth - 1) / kWidth * kWidth;
   if (from <= begin && to >= padded_end) return false;
   for (int n = begin; n < padded_end && n < from; ++n) scores[n] = -kInfinity;
-  for (int n = to < begin ? begin : static_cast<int>(to); n < padded_end; ++n) scores[n] = -kInfinity;
+  for (int n = to < begin ? begin : static_cast<int>(to); n < padded_end; ++n)
+    scores[n] = -kInfinity;
   return true;
 }
 
-// Turns scores into weights e^(score - base) and returns their sum. With kKeep, a weight is 0 only where the score is -inf: a masked key
-// is told from one whose weight underflows.
+// Turns scores into weights e^(score - base) and returns their sum. With kKeep, a weight is 0 only
+// where the score is -inf: a masked key is told from one whose weight underflows.
 template <bool kKeep>
 float exponentiate(float* scores, int begin, int end, float base) {
   Vec total{};

@@ -1,5 +1,6 @@
-// What launch.cpp and the per-instruction-set kernels share. Plain data only: a function here would be compiled with AVX flags in one
-// file and without in another, and the linker keeps just one of them.
+// What launch.cpp and the per-instruction-set kernels share. Plain data only: a function here would
+// be compiled with AVX flags in one file and without in another, and the linker keeps just one of
+// them.
 #pragma once
 
 #include <cstdint>
@@ -8,23 +9,30 @@
 
 namespace flashonnx::cpu {
 
-constexpr int kKeyTile = 128;   // keys packed at a time: K and V tiles of D = 64 are 32 KiB each
-constexpr int kMaxRows = 240;   // query rows that share a packed key tile: packing costs a few products per row
-constexpr int kMinRows = 48;    // ... and where the head dimension is large
-constexpr int kBlockRows = 24;  // rows whose scores are alive at a time: 24 x 128 floats, a third of the L1 cache
-constexpr int kDirectRows = 4;  // up to which keys are not packed
-constexpr int kPad = 32;        // widest panel of any instruction set; head dimensions are padded to it in scratch
+// Keys packed at a time: K and V tiles of D = 64 are 32 KiB each.
+constexpr int kKeyTile = 128;
+// Query rows that share a packed key tile, whose packing costs about as much as the products of a
+// few rows; fewer where head dimensions are large, so that Q and O of a task stay in the L2 cache.
+constexpr int kMaxRows = 240;
+constexpr int kMinRows = 48;
+// Rows whose scores are alive at a time: 24 x 128 floats, a third of the L1 cache.
+constexpr int kBlockRows = 24;
+// Up to so many rows a task does not pack keys at all.
+constexpr int kDirectRows = 4;
+// The widest panel of any instruction set. Head dimensions are padded to it in scratch.
+constexpr int kPad = 32;
 constexpr int kMaxHeadDim = 512;
 
-// How a problem is cut into tasks. A task is `rows` consecutive rows of one (batch, key head); row r of the G * Sq rows of a key
-// head is query r / G of its query head r % G, so that grouped heads share packed keys and a causal tile spans few queries.
+// How a problem is cut into tasks. A task is `rows` consecutive rows of one (batch, key head); row
+// r of the G * Sq rows of a key head is query r / G of its query head r % G, so that grouped heads
+// share packed keys and a causal tile spans few queries.
 struct Plan {
   int64_t group;       // G = Hq / Hkv
   int64_t total_rows;  // G * Sq
   int64_t rows;
   int64_t row_tiles;
   int64_t tasks;
-  bool direct;         // so few rows that packing does not pay
+  bool direct;  // so few rows that packing does not pay
   int64_t padded_head_dim;
   int64_t padded_value_dim;
   // Scratch of a worker, in floats: offsets of the parts and the whole.
@@ -32,13 +40,16 @@ struct Plan {
 };
 
 namespace generic {
-void run_task(const flashonnx_attention_params& params, const Plan& plan, int64_t task, float* scratch);
+void run_task(const flashonnx_attention_params& params, const Plan& plan, int64_t task,
+              float* scratch);
 }
 namespace avx2 {
-void run_task(const flashonnx_attention_params& params, const Plan& plan, int64_t task, float* scratch);
+void run_task(const flashonnx_attention_params& params, const Plan& plan, int64_t task,
+              float* scratch);
 }
 namespace avx512 {
-void run_task(const flashonnx_attention_params& params, const Plan& plan, int64_t task, float* scratch);
+void run_task(const flashonnx_attention_params& params, const Plan& plan, int64_t task,
+              float* scratch);
 }
 
 }  // namespace flashonnx::cpu
