@@ -74,9 +74,10 @@ def device_memory() -> int | None:
         from cuda.bindings import runtime
 
         error, free, total = runtime.cudaMemGetInfo()
-        return None if error else total - free
-    except ImportError:
-        pass
+        if int(error) == 0:
+            return total - free
+    except (ImportError, OSError, RuntimeError):
+        pass  # not installed, or without its CUDA
     try:
         import torch
 
