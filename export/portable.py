@@ -174,8 +174,8 @@ def says_all(signature: Signature) -> bool:
 def runs_on_cpu(signature: Signature) -> bool:
     """Whether ONNX Runtime's CPU provider runs that standard Attention.
 
-    It refuses masks of rank 1, masks that broadcast over queries below opset 25, short masks and a
-    past without present outputs.
+    It refuses masks of rank 1, masks that broadcast over queries below opset 25, short masks, a past
+    without present outputs and, at run time, no keys at all.
     """
     s = signature
     if s.mask and (s.mask_is_short or s.mask_rank < 2 or not (s.mask_rows or s.opset >= 25)):
@@ -193,13 +193,13 @@ def function_of(signature: Signature, *, prefer_standard: bool = False) -> onnx.
     Args:
         signature: what the node has.
         prefer_standard: take a standard Attention also for a float mask (of which ONNX Runtime's
-            CPU provider makes 0, not the mean of V, where a row is finfo.min throughout) and for
-            bfloat16 (which it does not run).
+            CPU provider makes 0, not the mean of V, where a row is finfo.min throughout), for
+            lengths (which it does not clamp) and for bfloat16 (which it does not run).
     """
     writer = NodeWriter()
     inputs = [name if flag else f"no_{name}" for name, flag in zip(schema.INPUTS, signature.inputs, strict=False)]
     outputs = [name if f else f"no_{name}" for name, f in zip(schema.OUTPUTS, signature.outputs, strict=False)]
-    exact = signature.mask in ("", "bool") and signature.dtype != "bfloat16"
+    exact = signature.mask in ("", "bool") and signature.dtype != "bfloat16" and not signature.has("nonpad_kv_seqlen")
     if says_all(signature) and runs_on_cpu(signature) and (exact or prefer_standard):
         standard_body(writer, signature)
     else:
