@@ -3,7 +3,14 @@
 namespace flashonnx {
 namespace {
 
-View view(const flashonnx_tensor& tensor) { return {tensor.data, tensor.stride[0], tensor.stride[1], tensor.stride[2]}; }
+View view(const flashonnx_tensor& tensor) {
+  return {tensor.data, tensor.stride[0], tensor.stride[1], tensor.stride[2]};
+}
+
+int64_t size_of(int32_t dtype) {
+  if (dtype == FLASHONNX_BOOL || dtype == FLASHONNX_INT8) return 1;
+  return dtype == FLASHONNX_FLOAT32 || dtype == FLASHONNX_INT32 ? 4 : 2;
+}
 
 bool present(const flashonnx_tensor& tensor) { return tensor.dtype != FLASHONNX_NONE; }
 
@@ -47,11 +54,13 @@ Problem problem_of(const Params& params) {
   return p;
 }
 
-bool rows_aligned(const flashonnx_tensor& tensor, int64_t batch, int64_t heads, int64_t rows, int64_t bytes) {
+bool rows_aligned(const flashonnx_tensor& tensor, int64_t batch, int64_t heads, int64_t rows,
+                  int64_t bytes) {
   const int64_t sizes[3] = {batch, heads, rows};
-  const int64_t element_size = tensor.dtype == FLASHONNX_FLOAT32 ? 4 : 2;
+  const int64_t element_size = size_of(tensor.dtype);
   bool aligned = reinterpret_cast<uintptr_t>(tensor.data) % bytes == 0;
-  for (int i = 0; i < 3; ++i) aligned &= sizes[i] <= 1 || tensor.stride[i] * element_size % bytes == 0;
+  for (int i = 0; i < 3; ++i)
+    aligned &= sizes[i] <= 1 || tensor.stride[i] * element_size % bytes == 0;
   return aligned;
 }
 

@@ -51,9 +51,12 @@ constexpr int64_t kMaxPositions = (int64_t{1} << 31) - 1024;
 Problem problem_of(const Params& params);
 
 // Whether every row of a tensor with these sizes starts at a multiple of `bytes`.
-bool rows_aligned(const flashonnx_tensor& tensor, int64_t batch, int64_t heads, int64_t rows, int64_t bytes);
+bool rows_aligned(const flashonnx_tensor& tensor, int64_t batch, int64_t heads, int64_t rows,
+                  int64_t bytes);
 
-FLASHONNX_HOST_DEVICE int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
+FLASHONNX_HOST_DEVICE int64_t clamp(int64_t x, int64_t low, int64_t high) {
+  return x < low ? low : x > high ? high : x;
+}
 
 FLASHONNX_HOST_DEVICE int32_t key_length_of(const Problem& problem, int64_t batch) {
   if (!problem.key_lengths) return problem.key_length;
@@ -69,14 +72,20 @@ struct KeyRange {
   int32_t last;
   int32_t limit;  // no query sees a key at or past it
 
-  FLASHONNX_HOST_DEVICE int32_t lower(int32_t query) const { return query + first < 0 ? 0 : query + first; }
-  FLASHONNX_HOST_DEVICE int32_t upper(int32_t query) const { return query + last < limit ? query + last : limit; }
+  FLASHONNX_HOST_DEVICE int32_t lower(int32_t query) const {
+    return query + first < 0 ? 0 : query + first;
+  }
+  FLASHONNX_HOST_DEVICE int32_t upper(int32_t query) const {
+    return query + last < limit ? query + last : limit;
+  }
 };
 
-// `length`: the batch entry's number of keys. Clamping the bounds to [-q_length, key_length] keeps their meaning and lets
-// everything below count in 32 bits; the launch has checked that q_length + key_length fits.
+// `length`: the batch entry's number of keys. Clamping the bounds to [-q_length, key_length] keeps
+// their meaning and lets everything below count in 32 bits; the launch has checked that q_length +
+// key_length fits.
 FLASHONNX_HOST_DEVICE KeyRange key_range(const Problem& problem, int32_t length) {
-  const int64_t offset = problem.offset + (problem.offset_from_lengths ? int64_t{length} - problem.q_length : 0);
+  const int64_t offset =
+      problem.offset + (problem.offset_from_lengths ? int64_t{length} - problem.q_length : 0);
   const int64_t first = problem.left < 0 ? -int64_t{problem.q_length} : offset - problem.left;
   const int64_t last = problem.right < 0 ? int64_t{problem.key_length} : offset + problem.right + 1;
   return {static_cast<int32_t>(clamp(first, -int64_t{problem.q_length}, problem.key_length)),

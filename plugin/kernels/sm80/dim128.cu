@@ -2,7 +2,8 @@
 
 namespace flashonnx::sm80 {
 
-flashonnx_status launch_128(const Problem& problem, const Plan& plan, bool bfloat16, cudaStream_t stream) {
+flashonnx_status launch_128(const Problem& problem, const Plan& plan, bool bfloat16,
+                            cudaStream_t stream) {
   return launch_tiling<Tiling128>(problem, plan, bfloat16, stream);
 }
 

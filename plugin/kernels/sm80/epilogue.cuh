@@ -9,12 +9,15 @@ constexpr float kLn2 = 0.6931471805599453f;
 
 __device__ __forceinline__ float natural_lse(float maximum, float sum) {
   if (sum == 0.f) return -INFINITY;
-  // A bias at its bound stands for any larger one.
-  return maximum <= -kLargestBias ? -FLT_MAX : kLn2 * (maximum + __log2f(sum));
+  const float lse = kLn2 * (maximum + __log2f(sum));
+  return maximum <= -kLargestBias && lse == lse
+             ? -FLT_MAX
+             : lse;  // a bias at its bound stands for any larger one
 }
 
 // What a row's sum of P V is multiplied by; 0 for a row without keys.
-__device__ __forceinline__ float normaliser(const Problem& p, int64_t head, float maximum, float sum) {
+__device__ __forceinline__ float normaliser(const Problem& p, int64_t head, float maximum,
+                                            float sum) {
   if (sum == 0.f) return 0.f;
   if (!p.sinks) return __fdividef(1.f, sum);
   const float sink = p.sinks[head * p.sinks_stride] * kLog2e;
@@ -33,10 +36,11 @@ __device__ __forceinline__ void store_element(const Problem& p, int64_t at, floa
   }
 }
 
-// The mean of the first `length` rows of V, for the whole block; `partial` holds kWarps rows of floats, the first becomes it.
+// The mean of the first `length` rows of V, for the whole block; `partial` holds kWarps rows of
+// floats, the first becomes it.
 template <class T, class C>
-__device__ __forceinline__ void mean_of_values(const T* v, int64_t stride, int length, int dim, const Lane& lane,
-                                               float* partial) {
+__device__ __forceinline__ void mean_of_values(const T* v, int64_t stride, int length, int dim,
+                                               const Lane& lane, float* partial) {
   for (int d = lane.lane; d < dim; d += 32) {
     float sum = 0.f;
     for (int key = lane.warp; key < length; key += C::kWarps) sum += to_float(v[key * stride + d]);
@@ -51,11 +55,14 @@ __device__ __forceinline__ void mean_of_values(const T* v, int64_t stride, int l
   __syncthreads();
 }
 
-// Stores a warp's rows. In the common case they go through the warp's own rows of Q's tile, so that whole rows are written.
+// Stores a warp's rows. In the common case they go through the warp's own rows of Q's tile, so that
+// whole rows are written.
 template <class T, class C>
-__device__ __forceinline__ void store_rows(const Problem& p, const Plan& plan, const Lane& lane, int64_t at, int rows,
-                                           const float (&output)[C::kRowTiles][C::kDimTiles][4], uint32_t staging) {
-  using L = Layout<C::kDim>;
+__device__ __forceinline__ void store_rows(const Problem& p, const Plan& plan, const Lane& lane,
+                                           int64_t at, int rows,
+                                           const float (&output)[C::kRowTiles][C::kDimTiles][4],
+                                           uint32_t staging) {
+  using L = QueryLayout<C>;
   if (plan.o_vectors) {
 #pragma unroll
     for (int r = 0; r < C::kRowTiles; ++r) {
@@ -63,19 +70,24 @@ __device__ __forceinline__ void store_rows(const Problem& p, const Plan& plan, c
       for (int d = 0; d < C::kDimTiles; ++d) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          store_shared(staging + L::offset(r * 16 + h * 8 + lane.row, d) + lane.column * 2,
+          store_shared(staging + L::offset(r * 16 + h * 8 + lane.row, d) + lane.quad * 4,
                        pack<T>(output[r][d][2 * h], output[r][d][2 * h + 1]));
         }
       }
     }
     __syncwarp();
-#pragma unroll 4
-    for (int i = lane.lane; i < C::kWarpQueries * L::kChunks; i += 32) {
-      const int row = i / L::kChunks, chunk = i % L::kChunks;
-      if (row < rows && chunk * 8 < p.value_dim) {
-        *reinterpret_cast<uint4*>(static_cast<T*>(p.o.data) + at + row * p.o.row + chunk * 8) =
-            load_shared(staging + L::offset(row, chunk));
+    const int first_row = lane.lane / L::kGroup, first_chunk = lane.lane % L::kGroup;
+    T* to = static_cast<T*>(p.o.data) + at + first_row * p.o.row + first_chunk * 8;
+#pragma unroll
+    for (int r = 0; r < C::kWarpQueries; r += 32 / L::kGroup) {
+#pragma unroll
+      for (int c = 0; c < L::kChunks; c += L::kGroup) {
+        if (first_row + r < rows && (first_chunk + c) * 8 < p.value_dim) {
+          *reinterpret_cast<uint4*>(to + c * 8) =
+              load_shared(staging + L::offset(first_row + r, first_chunk + c));
+        }
       }
+      to += 32 / L::kGroup * p.o.row;
     }
     return;
   }
@@ -86,8 +98,9 @@ __device__ __forceinline__ void store_rows(const Problem& p, const Plan& plan, c
       const int row = r * 16 + i / 2 * 8 + lane.row;
 #pragma unroll
       for (int d = 0; d < C::kDimTiles; ++d) {
-        const int feature = 8 * d + lane.column + i % 2;
-        if (row < rows && feature < p.value_dim) store_element(p, at + row * p.o.row + feature, output[r][d][i]);
+        const int feature = 8 * d + 2 * lane.quad + i % 2;
+        if (row < rows && feature < p.value_dim)
+          store_element(p, at + row * p.o.row + feature, output[r][d][i]);
       }
     }
   }

@@ -1,4 +1,5 @@
-// Launches the kernel of one tiling, for both element types. Each tiling is compiled in a file of its own.
+// Launches the kernel of one tiling, for both element types. Each tiling is compiled in a file of
+// its own.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,17 +19,21 @@ flashonnx_status launch_kernel(const Problem& p, Plan plan, cudaStream_t stream)
   plan.row_tiles = (p.q_length + C::kQueries - 1) / C::kQueries;
   const int64_t blocks = plan.row_tiles * p.batch_heads;
   if (blocks > std::numeric_limits<int32_t>::max()) {
-    return make_status(FLASHONNX_NOT_IMPLEMENTED, "sm80: up to 2^31 blocks, got %lld", static_cast<long long>(blocks));
+    return make_status(FLASHONNX_NOT_IMPLEMENTED, "sm80: up to 2^31 blocks, got %lld",
+                       static_cast<long long>(blocks));
   }
+  plan.section_tiles = Divider(plan.section.divisor * plan.row_tiles);
   const auto kernel = attention<T, C, kGeneral>;
   // Per device, so not once per process; it only writes a field of the loaded function.
-  FLASHONNX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes));
+  FLASHONNX_CUDA_CHECK(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes));
   kernel<<<static_cast<unsigned>(blocks), C::kThreads, C::kSharedBytes, stream>>>(p, plan);
   return cuda_status(cudaGetLastError(), "sm80 attention kernel");
 }
 
 template <class C>
-flashonnx_status launch_tiling(const Problem& p, const Plan& plan, bool bfloat16, cudaStream_t stream) {
+flashonnx_status launch_tiling(const Problem& p, const Plan& plan, bool bfloat16,
+                               cudaStream_t stream) {
   if (plan.all_tiles || plan.mask_per_key) {
     return bfloat16 ? launch_kernel<__nv_bfloat16, C, true>(p, plan, stream)
                     : launch_kernel<__half, C, true>(p, plan, stream);

@@ -10,11 +10,17 @@ namespace flashonnx::sm80 {
 
 Plan plan_of(const Params& params);
 
-flashonnx_status launch_32(const Problem& problem, const Plan& plan, bool bfloat16, cudaStream_t stream);
-flashonnx_status launch_64(const Problem& problem, const Plan& plan, bool bfloat16, cudaStream_t stream);
-flashonnx_status launch_96(const Problem& problem, const Plan& plan, bool bfloat16, cudaStream_t stream);
-flashonnx_status launch_128(const Problem& problem, const Plan& plan, bool bfloat16, cudaStream_t stream);
-flashonnx_status launch_192(const Problem& problem, const Plan& plan, bool bfloat16, cudaStream_t stream);
-flashonnx_status launch_256(const Problem& problem, const Plan& plan, bool bfloat16, cudaStream_t stream);
+flashonnx_status launch_32(const Problem& problem, const Plan& plan, bool bfloat16,
+                           cudaStream_t stream);
+flashonnx_status launch_64(const Problem& problem, const Plan& plan, bool bfloat16,
+                           cudaStream_t stream);
+flashonnx_status launch_96(const Problem& problem, const Plan& plan, bool bfloat16,
+                           cudaStream_t stream);
+flashonnx_status launch_128(const Problem& problem, const Plan& plan, bool bfloat16,
+                            cudaStream_t stream);
+flashonnx_status launch_192(const Problem& problem, const Plan& plan, bool bfloat16,
+                            cudaStream_t stream);
+flashonnx_status launch_256(const Problem& problem, const Plan& plan, bool bfloat16,
+                            cudaStream_t stream);
 
 }  // namespace flashonnx::sm80

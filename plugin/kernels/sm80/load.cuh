@@ -1,4 +1,5 @@
-// Tiles of Q, K and V in shared memory, without bank conflicts for copies, ldmatrix and its transposed form.
+// Tiles of Q, K and V in shared memory, without bank conflicts for copies, ldmatrix and its
+// transposed form.
 #pragma once
 
 #include "kernels/sm80/config.h"
@@ -6,23 +7,37 @@
 
 namespace flashonnx::sm80 {
 
-// A row holds kDim elements in chunks of 16 bytes. Chunk c stands at c ^ swizzle(row): the same chunk of 8 rows is then in 8
-// different places modulo 128 bytes. Rows of 64 or 192 bytes are an odd multiple of half the banks, so 4 places suffice there.
-template <int kDim>
+// A row holds kDim elements in chunks of 16 bytes. ldmatrix reads a chunk of 8 rows at once: 4
+// pairs of rows, kRun apart. Chunk c stands at c ^ swizzle(row), so that these lie in 8 different
+// places modulo 128 bytes. Rows of 64 or 192 bytes are an odd multiple of half the banks, so 4
+// places suffice there.
+//
+// For Q, kRun is 2: 8 rows in order. Keys are dealt out in runs: each of the 4 threads that share a
+// row of scores has the keys of one run, 2 n and 2 n + 1 of it in accumulator n. Its part of a
+// mask's row then is contiguous.
+template <int kDim, int kRun>
 struct Layout {
   static constexpr int kChunks = kDim / 8;
   static constexpr int kGroup = kDim % 64 == 0 ? 8 : 4;  // chunks among which a row permutes
   static_assert(kChunks % kGroup == 0);
 
-  static __device__ __forceinline__ int swizzle(int row) { return kGroup == 8 ? row & 7 : (row >> 1) & 3; }
+  static __host__ __device__ constexpr int swizzle(int row) {
+    return kGroup == 8 ? (row / kRun * 2 + row % 2) % 8 : row / kRun % 4;
+  }
   static __device__ __forceinline__ uint32_t offset(int row, int chunk) {
     return (row * kChunks + (chunk ^ swizzle(row))) * 16;
   }
-  // The address of chunk `chunk` + c, for an even constant `chunk`, when `address` is that of chunk c = 0 or 1 of the row.
+  // The address of chunk `chunk` + c, for an even constant `chunk`, when `address` is that of chunk
+  // c = 0 or 1 of the row.
   static __device__ __forceinline__ uint32_t advance(uint32_t address, int chunk) {
     return (address ^ (chunk % kGroup * 16)) + chunk / kGroup * kGroup * 16;
   }
 };
+
+template <class C>
+using QueryLayout = Layout<C::kDim, 2>;
+template <class C>
+using KeyLayout = Layout<C::kDim, C::kRun>;
 
 // Eight elements, zeros from `valid` on.
 template <class T>
@@ -38,12 +53,14 @@ __device__ __forceinline__ uint4 load_elements(const T* from, int valid) {
   return {pairs[0], pairs[1], pairs[2], pairs[3]};
 }
 
-// Copies kRows rows of `dim` elements from `source`, `stride` elements apart; rows from `rows` on and features from `dim` on
-// are not read and become zeros. Unless `vectors` (rows begin at multiples of 16 bytes), elements are read one by one.
-template <class C, int kRows, class T>
-__device__ __forceinline__ void load_tile(uint32_t shared, const T* source, int64_t stride, int rows, int dim, bool vectors) {
-  using L = Layout<C::kDim>;
+// Copies kRows rows of `dim` elements from `source`, `stride` elements apart; rows from `rows` on
+// and features from `dim` on are not read and become zeros. Unless `vectors` (rows begin at
+// multiples of 16 bytes), elements are read one by one.
+template <class C, class L, int kRows, class T>
+__device__ __forceinline__ void load_tile(uint32_t shared, const T* source, int64_t stride,
+                                          int rows, int dim, bool vectors) {
   constexpr int kStep = C::kThreads / L::kGroup;  // rows that the block copies at a time
+  // Steps of rows then only change bits of the swizzle in which no first row differs from 0.
   static_assert(kRows % kStep == 0 && kStep % 8 == 0);
   const int first_row = threadIdx.x / L::kGroup;
   const int first_chunk = threadIdx.x % L::kGroup;
@@ -53,7 +70,8 @@ __device__ __forceinline__ void load_tile(uint32_t shared, const T* source, int6
 #pragma unroll
     for (int r = 0; r < kRows; r += kStep) {
 #pragma unroll
-      for (int c = 0; c < L::kChunks; c += L::kGroup) copy_async(to + (r * L::kChunks + c) * 16, from + c * 8);
+      for (int c = 0; c < L::kChunks; c += L::kGroup)
+        copy_async((to ^ L::swizzle(r) * 16) + (r * L::kChunks + c) * 16, from + c * 8);
       from += kStep * stride;
     }
     return;
@@ -63,7 +81,7 @@ __device__ __forceinline__ void load_tile(uint32_t shared, const T* source, int6
 #pragma unroll
     for (int c = 0; c < L::kChunks; c += L::kGroup) {
       const int valid = first_row + r < rows ? max(min(dim - (first_chunk + c) * 8, 8), 0) : 0;
-      const uint32_t target = to + (r * L::kChunks + c) * 16;
+      const uint32_t target = shared + L::offset(first_row + r, first_chunk + c);
       if (vectors) {
         copy_async(target, valid > 0 ? from + c * 8 : source, valid * 2);
       } else {

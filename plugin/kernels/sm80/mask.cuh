@@ -1,5 +1,9 @@
-// What stands between Q K^T and the softmax on some tiles: soft cap, mask and structural bounds. A masked score becomes
-// -infinity by selection, whatever it was. Scores and biases are in powers of 2 from here on (natural ones times log2 e).
+// What stands between Q K^T and the softmax on some tiles: soft cap, mask and structural bounds.
+// Scores and biases are in powers of 2 from here on (natural ones times log2 e).
+//
+// The bounds select -infinity, whatever a score was. A mask's -infinity is added, which costs less
+// and comes to the same unless the masked score is infinite or NaN: then its row becomes NaN and is
+// computed again (repair.cuh).
 #pragma once
 
 #include <cfloat>
@@ -10,39 +14,44 @@
 
 namespace flashonnx::sm80 {
 
-
-// Finite biases are bounded so that their sum with a score stays finite: a row of the most negative floats is then a row of
-// equals, not an empty one.
+// Finite biases are bounded so that their sum with a score stays finite: a row of the most negative
+// floats is then a row of equals, not an empty one.
 constexpr float kLargestBias = FLT_MAX / 2;
 
+// What an element of the mask adds to a score: 0 or -infinity from a boolean one. Finite ones stay
+// finite.
+__device__ __forceinline__ float mask_bias(float x) {
+  return fmaxf(x * kLog2e, x >= -FLT_MAX ? -kLargestBias : x);
+}
+__device__ __forceinline__ float mask_bias(__nv_bfloat16 x) {
+  return mask_bias(__bfloat162float(x));
+}
+__device__ __forceinline__ float mask_bias(__half x) { return __half2float(x) * kLog2e; }
+__device__ __forceinline__ float mask_bias(int8_t x) { return x ? 0.f : -INFINITY; }
+__device__ __forceinline__ float mask_bias(int32_t x) { return x ? 0.f : -INFINITY; }
+
 __device__ __forceinline__ int mask_bytes(int dtype) {
-  if (dtype == FLASHONNX_BOOL || dtype == FLASHONNX_INT8) return 1;
-  return dtype == FLASHONNX_FLOAT16 || dtype == FLASHONNX_BFLOAT16 ? 2 : 4;
+  if (dtype == FLASHONNX_FLOAT32 || dtype == FLASHONNX_INT32) return 4;
+  return dtype == FLASHONNX_FLOAT16 || dtype == FLASHONNX_BFLOAT16 ? 2 : 1;
 }
 
-// The bits of one element. `offset` counts elements.
-__device__ __forceinline__ uint32_t read_mask(const void* data, int64_t offset, int bytes) {
-  if (bytes == 1) return static_cast<const uint8_t*>(data)[offset];
-  if (bytes == 2) return static_cast<const uint16_t*>(data)[offset];
-  return static_cast<const uint32_t*>(data)[offset];
+// The bits of an element, and what it adds: apart, so that a load need not be waited for at once.
+__device__ __forceinline__ uint32_t mask_bits(const Problem& p, int64_t at) {
+  const int bytes = mask_bytes(p.mask_dtype);
+  if (bytes == 4) return static_cast<const uint32_t*>(p.mask.data)[at];
+  if (bytes == 2) return static_cast<const uint16_t*>(p.mask.data)[at];
+  return static_cast<const uint8_t*>(p.mask.data)[at];
+}
+__device__ __forceinline__ float mask_bias(const Problem& p, uint32_t bits) {
+  if (p.mask_dtype == FLASHONNX_FLOAT32) return mask_bias(__uint_as_float(bits));
+  if (p.mask_dtype == FLASHONNX_BFLOAT16) return mask_bias(__uint_as_float(bits << 16));
+  if (p.mask_dtype == FLASHONNX_FLOAT16)
+    return mask_bias(__ushort_as_half(static_cast<unsigned short>(bits)));
+  return mask_bias(static_cast<int32_t>(bits));
 }
 
-__device__ __forceinline__ float mask_bias(uint32_t bits, int dtype) {
-  float x;
-  if (dtype == FLASHONNX_FLOAT32) {
-    x = __uint_as_float(bits);
-  } else if (dtype == FLASHONNX_BFLOAT16) {
-    x = __uint_as_float(bits << 16);
-  } else if (dtype == FLASHONNX_FLOAT16) {
-    x = __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
-  } else {
-    return bits ? 0.f : -INFINITY;
-  }
-  const float y = x * kLog2e;
-  return fabsf(x) <= FLT_MAX ? fminf(fmaxf(y, -kLargestBias), kLargestBias) : y;
-}
-
-// tanh to a relative error of a few 1e-6: the exponential form loses small arguments, the series has them.
+// tanh to a relative error of a few 1e-6: the exponential form loses small arguments, the series
+// has them.
 __device__ __forceinline__ float tanh_approximate(float x) {
   const float square = x * x;
   const float series = x * fmaf(square, fmaf(square, 2.f / 15.f, -1.f / 3.f), 1.f);
@@ -52,63 +61,102 @@ __device__ __forceinline__ float tanh_approximate(float x) {
 
 // scores = factor * scores + bias of each key.
 template <class C>
-__device__ __forceinline__ void add_key_biases(const Lane& lane, float factor, const float* biases, Scores<C>& scores) {
+__device__ __forceinline__ void add_key_biases(const Lane& lane, float factor, const float* biases,
+                                               Scores<C>& scores) {
 #pragma unroll
-  for (int n = 0; n < C::kKeyTiles; ++n) {
-    const float2 bias = *reinterpret_cast<const float2*>(biases + 8 * n + lane.column);
+  for (int n = 0; n < C::kKeyTiles; n += 2) {
+    const float4 bias = *reinterpret_cast<const float4*>(biases + lane.quad * C::kBiasRun + 2 * n);
 #pragma unroll
     for (int r = 0; r < C::kRowTiles; ++r) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float b = i % 2 ? bias.y : bias.x;
-        scores[r][n][i] = b == -INFINITY ? -INFINITY : fmaf(scores[r][n][i], factor, b);
+      for (int h = 0; h < 2; ++h) {
+        float (&a)[4] = scores[r][n], (&b)[4] = scores[r][n + 1];
+        a[2 * h] = fmaf(a[2 * h], factor, bias.x),
+              a[2 * h + 1] = fmaf(a[2 * h + 1], factor, bias.y);
+        b[2 * h] = fmaf(b[2 * h], factor, bias.z),
+              b[2 * h + 1] = fmaf(b[2 * h + 1], factor, bias.w);
       }
     }
   }
 }
 
-// scores = factor * scores + mask, read element by element. Keys at or past `limit` are not read: the bounds remove them.
-template <class C>
-__device__ __forceinline__ void add_mask(const Problem& p, const Lane& lane, int64_t batch, int64_t head, int first_query,
-                                         int first_key, int limit, float factor, Scores<C>& scores) {
-  const int bytes = mask_bytes(p.mask_dtype);
-  int64_t rows[C::kRowTiles][2];
+// scores = factor * scores + mask, a row and a run of keys at a time. `row` + i * `row_stride` is
+// the thread's row i of the warp, its first key; `keys` of them are inside the mask, the bounds
+// remove the others. `vectors`: rows can be read by 16 bytes.
+template <class M, class C>
+__device__ __forceinline__ void add_mask(const M* row, int64_t row_stride, int last_row,
+                                         int64_t key_stride, int keys, bool vectors, float factor,
+                                         Scores<C>& scores) {
+  struct alignas(16) Piece {
+    M at[16 / sizeof(M)];
+  };
+  constexpr int kPiece = 16 / sizeof(M);
+  static_assert(C::kRun % kPiece == 0);
 #pragma unroll
   for (int r = 0; r < C::kRowTiles; ++r) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int query = min(first_query + lane.warp * C::kWarpQueries + r * 16 + h * 8 + lane.row, p.q_length - 1);
-      rows[r][h] = batch * p.mask.batch + head * p.mask.head + query * p.mask.row + (first_key + lane.column) * p.mask_key;
+      const M* from = row + min(r * 16 + h * 8, last_row) * row_stride;
+#pragma unroll
+      for (int first = 0; first < C::kRun; first += kPiece) {
+        Piece piece;
+        if (vectors && first + kPiece <= keys) {
+          piece = *reinterpret_cast<const Piece*>(from + first);
+        } else {
+#pragma unroll
+          for (int e = 0; e < kPiece; ++e) {
+            piece.at[e] = first + e < keys ? from[(first + e) * key_stride] : M{};
+          }
+        }
+#pragma unroll
+        for (int e = 0; e < kPiece; ++e) {
+          float& score = scores[r][(first + e) / 2][2 * h + e % 2];
+          score = fmaf(score, factor, mask_bias(piece.at[e]));
+        }
+      }
     }
   }
-#pragma unroll
-  for (int n = 0; n < C::kKeyTiles; ++n) {
-    uint32_t bits[C::kRowTiles][4];
-#pragma unroll
-    for (int r = 0; r < C::kRowTiles; ++r) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int key = 8 * n + i % 2;
-        const bool inside = first_key + lane.column + key < limit;
-        bits[r][i] = inside ? read_mask(p.mask.data, rows[r][i / 2] + key * p.mask_key, bytes) : 0;
-      }
-    }
-#pragma unroll
-    for (int r = 0; r < C::kRowTiles; ++r) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float b = mask_bias(bits[r][i], p.mask_dtype);
-        scores[r][n][i] = b == -INFINITY ? -INFINITY : fmaf(scores[r][n][i], factor, b);
-      }
-    }
+}
+
+// Calls visit(pointer) with the mask's data as what they are.
+template <class Visit>
+__device__ __forceinline__ void visit_mask(const Problem& p, Visit visit) {
+  switch (p.mask_dtype) {
+    case FLASHONNX_FLOAT32:
+      return visit(static_cast<const float*>(p.mask.data));
+    case FLASHONNX_FLOAT16:
+      return visit(static_cast<const __half*>(p.mask.data));
+    case FLASHONNX_BFLOAT16:
+      return visit(static_cast<const __nv_bfloat16*>(p.mask.data));
+    case FLASHONNX_INT32:
+      return visit(static_cast<const int32_t*>(p.mask.data));
+    default:
+      return visit(static_cast<const int8_t*>(p.mask.data));
+  }
+}
+
+// Asks for the block's rows of a mask that depends on the query. All keys of the tile are inside
+// it.
+template <class C>
+__device__ __forceinline__ void prefetch_mask(const Problem& p, int64_t batch, int64_t head,
+                                              int first_query, int first_key) {
+  const int bytes = mask_bytes(p.mask_dtype);
+  for (int row = threadIdx.x; row < C::kQueries; row += C::kThreads) {
+    const int query = min(first_query + row, p.q_length - 1);
+    const char* from =
+        static_cast<const char*>(p.mask.data) +
+        (batch * p.mask.batch + head * p.mask.head + query * p.mask.row + first_key * p.mask_key) *
+            bytes;
+    for (int line = 0; line < C::kKeys * bytes; line += 128) prefetch(from + line);
   }
 }
 
 // Scale, soft cap and mask. After it the scores' factor is 1.
 template <class C>
-__device__ __forceinline__ void general_scores(const Problem& p, const Plan& plan, const Lane& lane, int64_t batch,
-                                               int64_t head, int first_query, int first_key, int limit,
-                                               const float* biases, Scores<C>& scores) {
+__device__ __forceinline__ void general_scores(const Problem& p, const Plan& plan, const Lane& lane,
+                                               int64_t batch, int64_t head, int first_query,
+                                               int first_key, int limit, const float* biases,
+                                               Scores<C>& scores) {
   float factor = plan.factor;
   if (p.softcap > 0.f) {
     factor = 1.f;
@@ -117,14 +165,23 @@ __device__ __forceinline__ void general_scores(const Problem& p, const Plan& pla
 #pragma unroll
       for (int n = 0; n < C::kKeyTiles; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) scores[r][n][i] = plan.cap_out * tanh_approximate(plan.cap_in * scores[r][n][i]);
+        for (int i = 0; i < 4; ++i)
+          scores[r][n][i] = plan.cap_out * tanh_approximate(plan.cap_in * scores[r][n][i]);
       }
     }
   }
   if (plan.mask_per_key) {
     add_key_biases<C>(lane, factor, biases, scores);
   } else if (p.mask.data) {
-    add_mask<C>(p, lane, batch, head, first_query, first_key, limit, factor, scores);
+    const int query = min(first_query + lane.warp * C::kWarpQueries + lane.row, p.q_length - 1);
+    const int key = first_key + lane.quad * C::kRun;
+    const int64_t at =
+        batch * p.mask.batch + head * p.mask.head + query * p.mask.row + key * p.mask_key;
+    visit_mask(p, [&](auto* mask) {
+      add_mask<std::remove_const_t<std::remove_pointer_t<decltype(mask)>>, C>(
+          mask + at, p.mask.row, p.q_length - 1 - query, p.mask_key, limit - key, plan.mask_vectors,
+          factor, scores);
+    });
   } else {
 #pragma unroll
     for (int r = 0; r < C::kRowTiles; ++r) {
@@ -138,8 +195,8 @@ __device__ __forceinline__ void general_scores(const Problem& p, const Plan& pla
 }
 
 template <class C>
-__device__ __forceinline__ void apply_bounds(const KeyRange& range, const Lane& lane, int first_query, int first_key,
-                                             Scores<C>& scores) {
+__device__ __forceinline__ void apply_bounds(const KeyRange& range, const Lane& lane,
+                                             int first_query, int first_key, Scores<C>& scores) {
   const int query = first_query + lane.warp * C::kWarpQueries + lane.row;
 #pragma unroll
   for (int r = 0; r < C::kRowTiles; ++r) {
@@ -147,12 +204,12 @@ __device__ __forceinline__ void apply_bounds(const KeyRange& range, const Lane& 
     for (int h = 0; h < 2; ++h) {
       const int lower = range.lower(query + r * 16 + h * 8);
       const unsigned seen = max(range.upper(query + r * 16 + h * 8) - lower, 0);
-      const int first = first_key + lane.column - lower;
+      const int first = first_key + lane.quad * C::kRun - lower;
 #pragma unroll
       for (int n = 0; n < C::kKeyTiles; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          if (static_cast<unsigned>(first + 8 * n + e) >= seen) scores[r][n][2 * h + e] = -INFINITY;
+          if (static_cast<unsigned>(first + 2 * n + e) >= seen) scores[r][n][2 * h + e] = -INFINITY;
         }
       }
     }

@@ -7,16 +7,37 @@ namespace flashonnx::sm80 {
 
 constexpr float kLog2e = 1.4426950408889634f;
 
+// Division of numbers below 2^31 by one number: a block starts with four, and hardware has none.
+struct Divider {
+  uint32_t divisor, multiplier, shift;
+
+  Divider() = default;
+  explicit Divider(uint32_t divisor) : divisor(divisor), multiplier(0), shift(0) {
+    while (int64_t{1} << shift < divisor) ++shift;
+    // multiplier = ceil(2^(31 + shift) / divisor) < 2^32 for any divisor but 1
+    if (divisor > 1)
+      multiplier = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + divisor - 1) / divisor);
+  }
+#ifdef __CUDACC__
+  __device__ __forceinline__ uint32_t quotient(uint32_t x) const {
+    return divisor == 1 ? x : __umulhi(x, multiplier) >> (shift - 1);
+  }
+#endif
+};
+
 struct Plan {
-  int32_t row_tiles;      // tiles of queries of one head
-  int32_t section;        // heads whose tiles are dealt out together, longest first: their K and V share the L2 cache
-  int32_t longest_last;   // later tiles of a head see more keys
-  int32_t mask_per_key;   // there is a mask, and it does not depend on the query
-  int32_t all_tiles;      // every tile needs `general_scores`: soft cap, a mask per query, a scale that is not positive
-  float factor;           // scale * log2 e
+  int32_t row_tiles;  // tiles of queries of one head
+  // Tiles of `section` heads are dealt out together: their K and V share the L2 cache.
+  Divider section, section_tiles, q_heads, group;
+  int32_t longest_last;  // later tiles of a head see more keys; they are dealt out first
+  int32_t mask_per_key;  // there is a mask, and it does not depend on the query
+  int32_t all_tiles;  // every tile needs `general_scores`: soft cap, a mask per query, a scale that
+                      // is not positive
+  float factor;       // scale * log2 e
   float cap_in, cap_out;  // cap_out * tanh(cap_in * product) is the capped score in powers of 2
   int32_t q_vectors, k_vectors, v_vectors;  // rows begin at multiples of 16 bytes
-  int32_t o_vectors;  // as well, of whole vectors of Q's type
+  int32_t o_vectors;                        // as well, of whole vectors of Q's type
+  int32_t mask_vectors;                     // as well, neighbouring keys side by side
 };
 
 }  // namespace flashonnx::sm80

@@ -1,8 +1,10 @@
-// The online softmax of a warp's rows, and P V. Scores come with the factor that turns them into powers of 2.
+// The online softmax of a warp's rows, and P V. Scores come with the factor that turns them into
+// powers of 2.
 //
-// A row's maximum is a stale one: it is raised, and what was summed before rescaled, only when a score exceeds it by more
-// than 2^kSlack. The result is the same (numerator and denominator share the factor), P stays far inside the range of both
-// 16-bit types, and after the first tiles neither a reduction over lanes nor a pass over the output is needed.
+// A row's maximum is a stale one: it is raised, and what was summed before rescaled, only when a
+// score exceeds it by more than 2^kSlack. The result is the same (numerator and denominator share
+// the factor), P stays far inside the range of both 16-bit types, and after the first tiles neither
+// a reduction over lanes nor a pass over the output is needed.
 #pragma once
 
 #include <cfloat>
@@ -14,18 +16,19 @@ namespace flashonnx::sm80 {
 
 constexpr float kSlack = 8.f;  // P up to 256
 
-// Places of a thread: rows `row` + 8 h of each 16-row tile of its warp, columns `column` and `column` + 1 of each 8.
+// Places of a thread: rows `row` + 8 h of each 16-row tile of its warp; keys from kRun * `quad` on
+// in the scores; features 2 * `quad` and the next of each 8 in the output.
 struct Lane {
-  int warp, lane, row, column;
+  int warp, lane, row, quad;
   __device__ __forceinline__ Lane()
-      : warp(threadIdx.x / 32), lane(threadIdx.x % 32), row(lane / 4), column(lane % 4 * 2) {}
+      : warp(threadIdx.x / 32), lane(threadIdx.x % 32), row(lane / 4), quad(lane % 4) {}
 };
 
 template <class C>
 struct RowState {
-  float output[C::kRowTiles][C::kDimTiles][4];  // sum of P V; [2 h + e] is row + 8 h, column + e
+  float output[C::kRowTiles][C::kDimTiles][4];  // sum of P V; [2 h + e] is row + 8 h, feature e
   float maximum[C::kRowTiles][2];               // in powers of 2; -FLT_MAX: no key yet
-  float sum[C::kRowTiles][2];                   // of P over this thread's columns
+  float sum[C::kRowTiles][2];                   // of P over this thread's keys
 };
 
 template <class C>
@@ -57,7 +60,8 @@ __device__ __forceinline__ float quad_sum(float x) {
 
 // Raises the rows' maxima if a score asks for it.
 template <class C>
-__device__ __forceinline__ void raise_maxima(const Scores<C>& scores, float factor, RowState<C>& state) {
+__device__ __forceinline__ void raise_maxima(const Scores<C>& scores, float factor,
+                                             RowState<C>& state) {
   float top[C::kRowTiles][2];
   bool raise = false;
 #pragma unroll
@@ -66,7 +70,8 @@ __device__ __forceinline__ void raise_maxima(const Scores<C>& scores, float fact
     for (int h = 0; h < 2; ++h) {
       float x = fmaxf(scores[r][0][2 * h], scores[r][0][2 * h + 1]);
 #pragma unroll
-      for (int n = 1; n < C::kKeyTiles; ++n) x = fmaxf(x, fmaxf(scores[r][n][2 * h], scores[r][n][2 * h + 1]));
+      for (int n = 1; n < C::kKeyTiles; ++n)
+        x = fmaxf(x, fmaxf(scores[r][n][2 * h], scores[r][n][2 * h + 1]));
       top[r][h] = x * factor;
       raise |= top[r][h] > state.maximum[r][h] + kSlack;
     }
@@ -89,19 +94,21 @@ __device__ __forceinline__ void raise_maxima(const Scores<C>& scores, float fact
   }
 }
 
-// P = 2^(factor * scores - maximum), then output += P V, 16 keys at a time so that exponentials and products interleave.
-// `values` is the address of row lane % 16, chunk lane / 16 of the tile of V.
+// P = 2^(factor * scores - maximum), then output += P V, 16 keys at a time so that exponentials and
+// products interleave. `values` is the lane's address for ldmatrix.
 template <class T, class C>
-__device__ __forceinline__ void add_values(Scores<C>& scores, float factor, uint32_t values, RowState<C>& state) {
-  using L = Layout<C::kDim>;
+__device__ __forceinline__ void add_values(Scores<C>& scores, float factor, uint32_t values,
+                                           RowState<C>& state) {
+  using L = KeyLayout<C>;
 #pragma unroll
   for (int n = 0; n < C::kKeyTiles; n += 2) {
-    uint32_t p[C::kRowTiles][4];  // accumulators of two 16 x 8 tiles are the operand of one 16 x 16 tile
+    uint32_t p[C::kRowTiles]
+              [4];  // accumulators of two 16 x 8 tiles are the operand of one 16 x 16 tile
 #pragma unroll
     for (int r = 0; r < C::kRowTiles; ++r) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float(&s)[4] = scores[r][n + half];
+        float (&s)[4] = scores[r][n + half];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           s[i] = exp2_approximate(fmaf(s[i], factor, -state.maximum[r][i / 2]));
@@ -114,7 +121,7 @@ __device__ __forceinline__ void add_values(Scores<C>& scores, float factor, uint
 #pragma unroll
     for (int d = 0; d < C::kDimTiles; d += 2) {
       uint32_t v[4];
-      load_matrices_transposed(v, L::advance(values, d) + n * 8 * C::kDim * 2);
+      load_matrices_transposed(v, L::advance(values, d) + 2 * n * C::kDim * 2);
 #pragma unroll
       for (int r = 0; r < C::kRowTiles; ++r) {
         multiply<T>(state.output[r][d], p[r], v[0], v[1]);
