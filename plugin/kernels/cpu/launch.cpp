@@ -22,8 +22,8 @@ RunTask best_run_task() {
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
     return avx512::run_task;
   }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-      __builtin_cpu_supports("f16c")) {
+  // F16C, which Clang cannot ask for, came before AVX2.
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
     return avx2::run_task;
   }
 #endif
@@ -54,8 +54,8 @@ Plan make_plan(const Params& params) {
   const int64_t cap =
       std::clamp<int64_t>(kRowFloats / dims / kBlockRows * kBlockRows, kMinRows, kMaxRows);
   const int64_t heads = params.batch * params.kv_heads;
-  const int64_t tiles =
-      std::max(ceil_div(plan.total_rows, cap), ceil_div(4 * threads(params), std::max<int64_t>(heads, 1)));
+  const int64_t tiles = std::max(ceil_div(plan.total_rows, cap),
+                                 ceil_div(4 * threads(params), std::max<int64_t>(heads, 1)));
   plan.rows = std::clamp<int64_t>(
       ceil_div(ceil_div(plan.total_rows, tiles), kBlockRows) * kBlockRows, kBlockRows, cap);
   plan.row_tiles = ceil_div(plan.total_rows, plan.rows);

@@ -52,7 +52,7 @@ float exponentiate(float* scores, int begin, int end, float base) {
   for (int n = begin; n < end; n += kWidth) {
     const Vec score = load(scores + n);
     Vec weight = exp_nonpositive(score - base);
-    if (kKeep) weight = (weight == 0.0f) & (score != -kInfinity) ? Vec{} + FLT_TRUE_MIN : weight;
+    if (kKeep) weight = ((weight == 0.0f) & (score != -kInfinity)) ? Vec{} + FLT_TRUE_MIN : weight;
     total += weight;
     store(scores + n, weight);
   }
