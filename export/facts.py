@@ -141,9 +141,10 @@ class Facts:
         for node in nodes:
             self._visit(node)
             for value in node.outputs:
-                dims = self._dims.get(value)
-                if dims is not None:
-                    value.shape = shape_of(dims)
+                kind, dims = self.dtype(value), self._dims.get(value)
+                if kind is not None:
+                    value.type = ir.TensorType(kind)
+                    value.shape = shape_of(dims) if dims is not None else value.shape
 
     def unknown(self) -> Dim:
         """A dimension equal to nothing but itself."""
