@@ -37,7 +37,7 @@ LOG = BUILD / "setup.log"
 ORT_PACKAGE = "libonnxruntime-dev"
 ORT_SUITE = "trixie"  # the first Debian that has it
 TENSORRT_WHEEL = "kernel-lens"
-EXTRAS = ("ort", "torch", "demo", "dev")
+EXTRAS = ("ort", "torch", "demo", "test", "dev")
 
 
 class SetupError(Exception):
