@@ -33,7 +33,12 @@ def blocks(document: Path, language: str) -> list[str]:
 
 
 def _execute(command: list[str], folder: Path) -> None:
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    """With this Python's commands and modules, whatever the folder."""
+    modules = [os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(modules),
+    }
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
     )
