@@ -39,6 +39,11 @@ __device__ __forceinline__ float exp2_approximate(float x) {
   return y;
 }
 
+__device__ __forceinline__ float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
+__device__ __forceinline__ float half_to_float(uint16_t bits) {
+  return __half2float(__ushort_as_half(bits));
+}
+
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }

@@ -13,13 +13,13 @@ namespace flashonnx::simt {
 // Each warp's sums of V over its share of the first `length` keys, in partial[warp][feature].
 template <class T, class C>
 __device__ __forceinline__ void sum_values(const T* v, int64_t stride, int length, int features,
-                                           float* partial) {
+                                           Widen widen, float* partial) {
   constexpr int kWarps = C::kThreads / 32;
   const int warp = threadIdx.x / 32;
   for (int feature = threadIdx.x % 32; feature < features; feature += 32) {
     float sum = 0.f;
 #pragma unroll 4
-    for (int key = warp; key < length; key += kWarps) sum += to_float(v[key * stride + feature]);
+    for (int key = warp; key < length; key += kWarps) sum += widen(v[key * stride + feature]);
     partial[warp * C::kHeadDim + feature] = sum;
   }
 }
@@ -40,7 +40,7 @@ __device__ __forceinline__ void mean_of_values(const Problem& p, const Place& pl
     return;  // the barrier also says that the slots are free
   sum_values<T, C>(
       static_cast<const T*>(p.v.data) + place.batch * p.v.batch + place.kv_head * p.v.head, p.v.row,
-      length, p.value_dim, partial);
+      length, p.value_dim, Widen{p.bfloat16}, partial);
   __syncthreads();
 #pragma unroll
   for (int c = 0; c < C::kThreadColumns; ++c) {

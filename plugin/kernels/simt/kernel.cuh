@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       static_cast<const T*>(p.k.data) + place.batch * p.k.batch + place.kv_head * p.k.head;
   const T* const v =
       static_cast<const T*>(p.v.data) + place.batch * p.v.batch + place.kv_head * p.v.head;
-  ChunkLoader<T, C> loader;
+  ChunkLoader<T, C> loader(Widen{p.bfloat16});
   int step = 0;  // its parity tells the slot
   const auto begin_keys = [&](int key, int chunk) {
     const int feature = chunk * C::kKeyFeatures;
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   load_queries<T, C>(static_cast<const T*>(p.q.data) + place.batch * p.q.batch +
                          place.head * p.q.head + place.first_query * p.q.row,
                      p.q.row, last_query + 1 - place.first_query, p.head_dim, p.scale, p.q_vectors,
-                     queries);
+                     Widen{p.bfloat16}, queries);
 
   RowState<C> state;
   const int key_chunks = C::query_chunks(p.head_dim);

@@ -34,6 +34,7 @@ Problem problem_of(const Params& params) {
   Problem p = {};
   p.q = view(params.q), p.k = view(params.k), p.v = view(params.v), p.o = view(params.o);
   p.output_dtype = params.o.dtype;
+  p.bfloat16 = params.q.dtype == FLASHONNX_BFLOAT16;
   if (params.lse.dtype != FLASHONNX_NONE) p.lse = view(params.lse);
   p.key_limit = static_cast<int32_t>(params.kv_length);
   if (params.mask.dtype != FLASHONNX_NONE) {
@@ -129,17 +130,10 @@ Problem split_problem(const Problem& whole, int64_t splits, float* workspace) {
   return p;
 }
 
-flashonnx_status launch_problem(int32_t dtype, const Problem& problem, int64_t shared_limit,
-                                cudaStream_t stream) {
-  switch (dtype) {
-    case FLASHONNX_FLOAT32:
-      return launch_float32(problem, shared_limit, stream);
-    case FLASHONNX_FLOAT16:
-      return launch_float16(problem, shared_limit, stream);
-    case FLASHONNX_BFLOAT16:
-      return launch_bfloat16(problem, shared_limit, stream);
-  }
-  return make_status(FLASHONNX_NOT_IMPLEMENTED, "simt: element type %d", dtype);
+flashonnx_status launch_problem(const Params& params, const Problem& problem, cudaStream_t stream) {
+  const int64_t shared_limit = params.device.shared_memory;
+  if (params.q.dtype == FLASHONNX_FLOAT32) return launch_float32(problem, shared_limit, stream);
+  return launch_16bit(problem, shared_limit, stream);
 }
 
 }  // namespace
@@ -178,11 +172,10 @@ flashonnx_status launch(const Params& params, void* workspace, void* stream) {
   }
   const Problem problem = problem_of(params);
   const int64_t splits = workspace ? splits_of(params) : 1;
-  const int64_t shared_limit = params.device.shared_memory;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  if (splits == 1) return launch_problem(params.q.dtype, problem, shared_limit, cuda_stream);
+  if (splits == 1) return launch_problem(params, problem, cuda_stream);
   const Problem partial = split_problem(problem, splits, static_cast<float*>(workspace));
-  FLASHONNX_RETURN_IF_ERROR(launch_problem(params.q.dtype, partial, shared_limit, cuda_stream));
+  FLASHONNX_RETURN_IF_ERROR(launch_problem(params, partial, cuda_stream));
   return launch_combine(problem, partial, params.v.dtype, cuda_stream);
 }
 

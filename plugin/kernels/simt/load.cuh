@@ -37,9 +37,25 @@ __device__ __forceinline__ int query_offset(int row, int column) {
   return (chunk * C::kBlockRows + row) * C::kKeyFeatures + 4 * (vector ^ (row & 3));
 }
 
+// Elements to float. float16 and bfloat16 share their kernels as bits, told apart here: fewer
+// kernels to compile, for a selection per element that is loaded.
+struct Widen {
+  int32_t bfloat16;
+
+  __device__ __forceinline__ float operator()(float x) const { return x; }
+  __device__ __forceinline__ float operator()(uint16_t bits) const {
+    return bfloat16 ? bits_to_float(static_cast<uint32_t>(bits) << 16) : half_to_float(bits);
+  }
+  template <class T>
+  __device__ __forceinline__ float4 operator()(const T* at) const {
+    const Widen& widen = *this;
+    return {widen(at[0]), widen(at[1]), widen(at[2]), widen(at[3])};
+  }
+};
+
 // Four elements, the first `valid` of them from memory and zeros after.
 template <class T>
-__device__ __forceinline__ float4 load4(const T* source, int valid, bool vectors) {
+__device__ __forceinline__ float4 load4(const T* source, int valid, bool vectors, Widen widen) {
   struct alignas(4 * sizeof(T)) Four {
     T at[4];
   };
@@ -48,19 +64,20 @@ __device__ __forceinline__ float4 load4(const T* source, int valid, bool vectors
     four = *reinterpret_cast<const Four*>(source);
   } else {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) four.at[e] = e < valid ? source[e] : from_float<T>(0.f);
+    for (int e = 0; e < 4; ++e) four.at[e] = e < valid ? source[e] : T{0};
   }
-  return {to_float(four.at[0]), to_float(four.at[1]), to_float(four.at[2]), to_float(four.at[3])};
+  return widen(four.at);
 }
 
 // Q times the scale. Rows past `rows` and features up to the next multiple of 4 become zeros.
 template <class T, class C>
 __device__ __forceinline__ void load_queries(const T* source, int64_t stride, int rows,
-                                             int features, float scale, bool vectors,
+                                             int features, float scale, bool vectors, Widen widen,
                                              float* shared) {
   for (int row = threadIdx.x / 16; row < C::kBlockRows; row += C::kThreads / 16) {
     for (int column = threadIdx.x % 16 * 4; column < features; column += 64) {
-      float4 x = load4(source + row * stride + column, row < rows ? features - column : 0, vectors);
+      float4 x =
+          load4(source + row * stride + column, row < rows ? features - column : 0, vectors, widen);
       x.x *= scale, x.y *= scale, x.z *= scale, x.w *= scale;
       *reinterpret_cast<float4*>(shared + query_offset<C>(row, column)) = x;
     }
@@ -80,6 +97,8 @@ class ChunkLoader {
   static_assert(kPieces * kPiece * C::kThreads == C::kChunk);
 
  public:
+  __device__ __forceinline__ explicit ChunkLoader(Widen widen) : widen_(widen) {}
+
   // `source`: the chunk's first element. Rows and columns from `rows` and `columns` on are not read
   // and become zeros. `vectors`: every row is aligned to 16 bytes, and `columns` is a multiple of
   // kPiece.
@@ -113,7 +132,7 @@ class ChunkLoader {
         if constexpr (kAsync) {
           copy_async4(to, e < valid ? from + e : source, e < valid ? 4 : 0);
         } else {
-          *to = e < valid ? to_float(from[e]) : 0.f;
+          *to = e < valid ? widen_(from[e]) : 0.f;
         }
       }
     }
@@ -135,7 +154,7 @@ class ChunkLoader {
         for (int e = 0; e < kPiece; e += 4) {
           float4* to = reinterpret_cast<float4*>(
               slot + Chunk::offset(first_row + i * kRowStep<Chunk>, column + e));
-          *to = {to_float(at[e]), to_float(at[e + 1]), to_float(at[e + 2]), to_float(at[e + 3])};
+          *to = widen_(at + e);
         }
       }
     }
@@ -165,6 +184,7 @@ class ChunkLoader {
     return threadIdx.x % (Chunk::kColumns / kPiece) * kPiece;
   }
 
+  Widen widen_;
   uint4 staged_[kAsync ? 1 : kPieces];
 };
 

@@ -19,6 +19,7 @@ struct Problem {
   int64_t mask_key;            // its fourth stride
   int32_t mask_dtype;
   int32_t output_dtype;
+  int32_t bfloat16;         // 16-bit elements of Q, K and V are bfloat16, not float16
   const void* key_lengths;  // null: every batch entry has key_length keys
   int64_t key_lengths_stride;
   const float* sinks;

@@ -1,0 +1,4 @@
+// Instead of CUDA's header of this name, whose templates only nvcc understands.
+#pragma once
+
+#include "emulator.h"

@@ -1,9 +1,0 @@
-#include "kernels/simt/launch.cuh"
-
-namespace flashonnx::simt {
-
-flashonnx_status launch_float16(const Problem& problem, int64_t shared_limit, cudaStream_t stream) {
-  return launch_type<__half>(problem, shared_limit, stream);
-}
-
-}  // namespace flashonnx::simt
