@@ -23,12 +23,15 @@ namespace {
 
 constexpr uint32_t kAllFloats =
     1u << FLASHONNX_FLOAT32 | 1u << FLASHONNX_FLOAT16 | 1u << FLASHONNX_BFLOAT16;
+constexpr uint32_t kHalves = 1u << FLASHONNX_FLOAT16 | 1u << FLASHONNX_BFLOAT16;
 constexpr uint32_t kOperator = kMask | kKeyLengths | kCausal | kWindow | kSoftcap | kSinks | kLse |
                                kEmptyRowMean | kFixedSplit | kOutputDtype;
 constexpr int32_t kAnyArch = 1 << 30;
 
 constexpr Kernel kTable[] = {
 #ifdef FLASHONNX_WITH_CUDA
+    {"sm80", FLASHONNX_CUDA, 80, kAnyArch, kHalves, 256, kOperator, nullptr, nullptr, sm80::launch,
+     sm80::refusal},
     {"simt", FLASHONNX_CUDA, 80, kAnyArch, kAllFloats, 512, kOperator, simt::workspace,
      simt::workspace, simt::launch},
 #endif
@@ -92,7 +95,9 @@ bool fits(const Kernel& kernel, const Params& p, char* reasons, size_t capacity)
   }
   const uint32_t missing = required_features(p) & ~kernel.features;
   if (missing != 0) return refuse("does not support %s", kFeatureNames[std::countr_zero(missing)]);
-  return true;
+  if (kernel.refusal == nullptr) return true;
+  const char* reason = kernel.refusal(p);
+  return reason == nullptr || refuse("%s", reason);
 }
 
 flashonnx_status select(const Params& p, const Kernel** chosen) {

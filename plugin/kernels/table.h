@@ -47,6 +47,9 @@ struct Kernel {
   // B, Hq and Sq are > 0, scale is set, mask_keys is in [0, Sk], windows are -1 or clamped so that
   // sums with positions cannot overflow. kv_length may be 0.
   flashonnx_status (*launch)(const Params&, void* workspace, void* stream);
+  // Why a problem within the limits above is left to a later row, or null; the function may be
+  // null.
+  const char* (*refusal)(const Params&) = nullptr;
 };
 
 // The table, null-terminated by a row without a name.
@@ -56,6 +59,11 @@ namespace cpu {
 flashonnx_status launch(const Params& params, void* workspace, void* stream);
 int64_t workspace(const Params& params);
 }  // namespace cpu
+
+namespace sm80 {
+flashonnx_status launch(const Params& params, void* workspace, void* stream);
+const char* refusal(const Params& params);
+}  // namespace sm80
 
 namespace simt {
 flashonnx_status launch(const Params& params, void* workspace, void* stream);

@@ -7,11 +7,6 @@ View view(const flashonnx_tensor& tensor) {
   return {tensor.data, tensor.stride[0], tensor.stride[1], tensor.stride[2]};
 }
 
-int64_t size_of(int32_t dtype) {
-  if (dtype == FLASHONNX_BOOL || dtype == FLASHONNX_INT8) return 1;
-  return dtype == FLASHONNX_FLOAT32 || dtype == FLASHONNX_INT32 ? 4 : 2;
-}
-
 bool present(const flashonnx_tensor& tensor) { return tensor.dtype != FLASHONNX_NONE; }
 
 }  // namespace
@@ -52,6 +47,13 @@ Problem problem_of(const Params& params) {
   p.scale = params.scale;
   p.softcap = params.softcap;
   return p;
+}
+
+int32_t size_of(int32_t dtype) {
+  if (dtype == FLASHONNX_BOOL || dtype == FLASHONNX_INT8 || dtype == FLASHONNX_FLOAT8_E4M3)
+    return 1;
+  if (dtype == FLASHONNX_INT64) return 8;
+  return dtype == FLASHONNX_FLOAT32 || dtype == FLASHONNX_INT32 ? 4 : 2;
 }
 
 bool rows_aligned(const flashonnx_tensor& tensor, int64_t batch, int64_t heads, int64_t rows,

@@ -50,6 +50,9 @@ constexpr int64_t kMaxPositions = (int64_t{1} << 31) - 1024;
 
 Problem problem_of(const Params& params);
 
+// Bytes of an element.
+int32_t size_of(int32_t dtype);
+
 // Whether every row of a tensor with these sizes starts at a multiple of `bytes`.
 bool rows_aligned(const flashonnx_tensor& tensor, int64_t batch, int64_t heads, int64_t rows,
                   int64_t bytes);

@@ -218,17 +218,14 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
   };
   // A mask that does not depend on the query is read once per key, a tile ahead, by as many
   // threads.
-  const bool per_key = kGeneral && plan.mask_per_key && threadIdx.x < C::kKeys;
   const bool mask_per_query = kGeneral && p.mask.data && !plan.mask_per_key;
-  const int64_t mask_row = work.batch * p.mask.batch + work.head * p.mask.head;
-  const auto read_bias = [&](int tile) {
-    const int key = min(tile * C::kKeys + static_cast<int>(threadIdx.x), range.limit - 1);
-    return mask_bits(p, mask_row + key * p.mask_key);
-  };
+  const bool per_key = kGeneral && plan.mask_per_key && threadIdx.x < C::kKeys;
+  const int thread_key = last_tile * C::kKeys + static_cast<int>(threadIdx.x);
+  const char* mask_at = mask_element(p, plan, work.batch, work.head, 0, thread_key);
+  float* const bias_at = biases + threadIdx.x / C::kRun * C::kBiasRun + threadIdx.x % C::kRun;
   const auto store_bias = [&](int tile, uint32_t bits) {  // returns whether it changes a score
-    const int run = threadIdx.x / C::kRun, key = threadIdx.x % C::kRun;
-    const float bias = mask_bias(p, bits);
-    biases[tile % 2 * C::kBiases + run * C::kBiasRun + key] = bias;
+    const float bias = mask_bias(bits, p.mask_dtype);
+    bias_at[tile % 2 * C::kBiases] = bias;
     return bias != 0.f;
   };
 
@@ -236,7 +233,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
   if (first_tile <= last_tile) {
     load_keys(last_tile);
     if constexpr (C::kStages == 2) load_values(last_tile);
-    if (per_key) biased = store_bias(last_tile, read_bias(last_tile));
+    if (per_key) {
+      const bool inside = thread_key < range.limit;
+      biased = store_bias(last_tile, inside ? mask_bits(mask_at, plan.mask_bytes) : 0);
+    }
   }
   // The lane's rows for ldmatrix: two blocks of 8 rows by two chunks. In blocks of keys, row i
   // belongs to run i / 2.
@@ -278,9 +278,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
       load_values(tile - 1);
     }
     uint32_t next_bias = 0;
-    if (per_key && tile > first_tile) next_bias = read_bias(tile - 1);
+    if (per_key && tile > first_tile) {
+      mask_at -= plan.mask_step;
+      next_bias = mask_bits(mask_at, plan.mask_bytes);
+    }
     if (kGeneral && mask_per_query && tile > first_tile) {
-      prefetch_mask<C>(p, work.batch, work.head, first_query, first_key - C::kKeys);
+      prefetch_mask<C>(p, plan, work.batch, work.head, first_query, first_key - C::kKeys);
     }
 
     Scores<C> scores;

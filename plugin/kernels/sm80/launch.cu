@@ -2,6 +2,7 @@
 #include "kernels/sm80/launch.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "kernels/common/status.h"
 
@@ -25,6 +26,7 @@ Plan plan_of(const Params& params) {
   plan.section = Divider(static_cast<uint32_t>(section));
   plan.q_heads = Divider(static_cast<uint32_t>(params.q_heads));
   plan.group = Divider(static_cast<uint32_t>(group));
+  plan.mask_bytes = size_of(params.mask.dtype);
   plan.mask_per_key = mask && (params.mask.stride[2] == 0 || params.q_length == 1);
   plan.all_tiles = params.softcap > 0 || !(params.scale > 0) || (mask && !plan.mask_per_key);
   plan.factor = params.scale * kLog2e;
@@ -40,6 +42,23 @@ Plan plan_of(const Params& params) {
   plan.mask_vectors = mask && params.mask.stride[3] == 1 &&
                       rows_aligned(params.mask, params.batch, params.q_heads, params.q_length, 16);
   return plan;
+}
+
+const char* refusal(const Params& params) {
+  // Measured on an H200: up to here simt's split keys beat one block for each head.
+  constexpr int64_t kFewHeads = 64, kFewQueries = 128, kManyKeys = 2048;
+  const int64_t heads = params.batch * params.q_heads;
+  if (params.q_length > kMaxPositions || params.kv_length > kMaxPositions - params.q_length) {
+    return "counts queries and keys together up to 2^31";
+  }
+  if ((params.q_length + 63) / 64 > std::numeric_limits<int32_t>::max() / heads) {
+    return "starts up to 2^31 blocks";
+  }
+  if (!params.fixed_split && heads <= kFewHeads && heads * params.q_length <= kFewQueries &&
+      params.kv_length >= kManyKeys) {
+    return "does not split the keys of few queries";
+  }
+  return nullptr;
 }
 
 flashonnx_status launch(const Params& params, void*, void* stream) {

@@ -5,7 +5,6 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <limits>
 
 #include "kernels/common/cuda.h"
 #include "kernels/sm80/kernel.cuh"
@@ -17,17 +16,14 @@ template <class T, class C, bool kGeneral>
 flashonnx_status launch_kernel(const Problem& p, Plan plan, cudaStream_t stream) {
   static_assert(C::kKeys <= C::kThreads && C::kKeys % 16 == 0 && C::kDim % 32 == 0);
   plan.row_tiles = (p.q_length + C::kQueries - 1) / C::kQueries;
-  const int64_t blocks = plan.row_tiles * p.batch_heads;
-  if (blocks > std::numeric_limits<int32_t>::max()) {
-    return make_status(FLASHONNX_NOT_IMPLEMENTED, "sm80: up to 2^31 blocks, got %lld",
-                       static_cast<long long>(blocks));
-  }
+  const unsigned blocks = static_cast<unsigned>(plan.row_tiles * p.batch_heads);
   plan.section_tiles = Divider(plan.section.divisor * plan.row_tiles);
+  plan.mask_step = C::kKeys * p.mask_key * plan.mask_bytes;
   const auto kernel = attention<T, C, kGeneral>;
   // Per device, so not once per process; it only writes a field of the loaded function.
   FLASHONNX_CUDA_CHECK(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes));
-  kernel<<<static_cast<unsigned>(blocks), C::kThreads, C::kSharedBytes, stream>>>(p, plan);
+  kernel<<<blocks, C::kThreads, C::kSharedBytes, stream>>>(p, plan);
   return cuda_status(cudaGetLastError(), "sm80 attention kernel");
 }
 

@@ -30,24 +30,28 @@ __device__ __forceinline__ float mask_bias(__half x) { return __half2float(x) * 
 __device__ __forceinline__ float mask_bias(int8_t x) { return x ? 0.f : -INFINITY; }
 __device__ __forceinline__ float mask_bias(int32_t x) { return x ? 0.f : -INFINITY; }
 
-__device__ __forceinline__ int mask_bytes(int dtype) {
-  if (dtype == FLASHONNX_FLOAT32 || dtype == FLASHONNX_INT32) return 4;
-  return dtype == FLASHONNX_FLOAT16 || dtype == FLASHONNX_BFLOAT16 ? 2 : 1;
+// The bits of an element, and what it adds: apart, so that a load need not be waited for at once.
+__device__ __forceinline__ uint32_t mask_bits(const char* element, int bytes) {
+  if (bytes == 4) return *reinterpret_cast<const uint32_t*>(element);
+  if (bytes == 2) return *reinterpret_cast<const uint16_t*>(element);
+  return *reinterpret_cast<const uint8_t*>(element);
+}
+__device__ __forceinline__ float mask_bias(uint32_t bits, int dtype) {
+  const float half = __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
+  const float wide = __uint_as_float(dtype == FLASHONNX_BFLOAT16 ? bits << 16 : bits);
+  const float additive = mask_bias(dtype == FLASHONNX_FLOAT16 ? half : wide);
+  const bool boolean =
+      dtype == FLASHONNX_BOOL || dtype == FLASHONNX_INT8 || dtype == FLASHONNX_INT32;
+  return boolean ? mask_bias(static_cast<int32_t>(bits)) : additive;
 }
 
-// The bits of an element, and what it adds: apart, so that a load need not be waited for at once.
-__device__ __forceinline__ uint32_t mask_bits(const Problem& p, int64_t at) {
-  const int bytes = mask_bytes(p.mask_dtype);
-  if (bytes == 4) return static_cast<const uint32_t*>(p.mask.data)[at];
-  if (bytes == 2) return static_cast<const uint16_t*>(p.mask.data)[at];
-  return static_cast<const uint8_t*>(p.mask.data)[at];
-}
-__device__ __forceinline__ float mask_bias(const Problem& p, uint32_t bits) {
-  if (p.mask_dtype == FLASHONNX_FLOAT32) return mask_bias(__uint_as_float(bits));
-  if (p.mask_dtype == FLASHONNX_BFLOAT16) return mask_bias(__uint_as_float(bits << 16));
-  if (p.mask_dtype == FLASHONNX_FLOAT16)
-    return mask_bias(__ushort_as_half(static_cast<unsigned short>(bits)));
-  return mask_bias(static_cast<int32_t>(bits));
+// An element of a mask that is there, by its indices.
+__device__ __forceinline__ const char* mask_element(const Problem& p, const Plan& plan,
+                                                    int64_t batch, int64_t head, int64_t query,
+                                                    int64_t key) {
+  return static_cast<const char*>(p.mask.data) +
+         (batch * p.mask.batch + head * p.mask.head + query * p.mask.row + key * p.mask_key) *
+             plan.mask_bytes;
 }
 
 // tanh to a relative error of a few 1e-6: the exponential form loses small arguments, the series
@@ -138,16 +142,12 @@ __device__ __forceinline__ void visit_mask(const Problem& p, Visit visit) {
 // Asks for the block's rows of a mask that depends on the query. All keys of the tile are inside
 // it.
 template <class C>
-__device__ __forceinline__ void prefetch_mask(const Problem& p, int64_t batch, int64_t head,
-                                              int first_query, int first_key) {
-  const int bytes = mask_bytes(p.mask_dtype);
+__device__ __forceinline__ void prefetch_mask(const Problem& p, const Plan& plan, int64_t batch,
+                                              int64_t head, int first_query, int first_key) {
   for (int row = threadIdx.x; row < C::kQueries; row += C::kThreads) {
     const int query = min(first_query + row, p.q_length - 1);
-    const char* from =
-        static_cast<const char*>(p.mask.data) +
-        (batch * p.mask.batch + head * p.mask.head + query * p.mask.row + first_key * p.mask_key) *
-            bytes;
-    for (int line = 0; line < C::kKeys * bytes; line += 128) prefetch(from + line);
+    const char* from = mask_element(p, plan, batch, head, query, first_key);
+    for (int line = 0; line < C::kKeys * plan.mask_bytes; line += 128) prefetch(from + line);
   }
 }
 

@@ -31,6 +31,8 @@ struct Plan {
   Divider section, section_tiles, q_heads, group;
   int32_t longest_last;  // later tiles of a head see more keys; they are dealt out first
   int32_t mask_per_key;  // there is a mask, and it does not depend on the query
+  int32_t mask_bytes;    // of an element
+  int64_t mask_step;     // bytes from a key to the same one of the next tile
   int32_t all_tiles;  // every tile needs `general_scores`: soft cap, a mask per query, a scale that
                       // is not positive
   float factor;       // scale * log2 e

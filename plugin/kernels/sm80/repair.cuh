@@ -20,7 +20,6 @@ __device__ __noinline__ bool repair_row(const Problem& p, const Plan& plan, int 
       static_cast<const T*>(p.q.data) + batch * p.q.batch + head * p.q.head + query * p.q.row;
   const T* k = static_cast<const T*>(p.k.data) + batch * p.k.batch + kv_head * p.k.head;
   const T* v = static_cast<const T*>(p.v.data) + batch * p.v.batch + kv_head * p.v.head;
-  const int64_t mask = batch * p.mask.batch + head * p.mask.head + query * p.mask.row;
   float maximum = -FLT_MAX, sum = 0.f;
   float output[C::kDim / 32] = {};
   const int end = range.upper(query);
@@ -31,7 +30,8 @@ __device__ __noinline__ bool repair_row(const Problem& p, const Plan& plan, int 
     if (seen) {
       float bias = 0.f;
       if (p.mask.data) {
-        bias = mask_bias(p, mask_bits(p, mask + key * p.mask_key));
+        bias = mask_bias(mask_bits(mask_element(p, plan, batch, head, query, key), plan.mask_bytes),
+                         p.mask_dtype);
       }
       float product = 0.f;
       for (int d = 0; d < p.head_dim; ++d)
