@@ -53,8 +53,8 @@ def register(session_options: onnxruntime.SessionOptions) -> None:
         session_options.register_custom_ops_library(path)
     except Exception as error:
         raise LibraryError(
-            f"ONNX Runtime {ort.__version__} cannot load {path}: {_first_line(error)}\n"
-            "If a shared library is named above, it is missing on this machine; else install flashonnx again."
+            f"ONNX Runtime {ort.__version__} cannot load {path}: {_first_line(error)} "
+            "(if another shared library is named here, it is missing on this machine; else install flashonnx again)"
         ) from error
     _registered[session_options] = path
 

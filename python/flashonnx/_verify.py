@@ -74,8 +74,9 @@ class OutputError:
 
     def __str__(self) -> str:
         rows = "" if self.rows == "all" else f" ({self.rows})"
+        wrong = "DIFFERS" if self.rows == "all" else "differs, which does not count"
         text = (
-            f"{self.name}{rows}: {'ok' if self.ok else 'DIFFERS'}, error {self.error:.3g}, allowed {self.allowed:.3g} "
+            f"{self.name}{rows}: {'ok' if self.ok else wrong}, error {self.error:.3g}, allowed {self.allowed:.3g} "
             f"(the original's own error is {self.original_error:.3g}); fused - original {self.difference:.3g}"
         )
         if self.special:

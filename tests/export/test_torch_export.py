@@ -296,6 +296,35 @@ def test_bert(bert: Any, attention: str, tmp_path: Path) -> None:
         check(bert, path, (), tokens(*shape))
 
 
+def test_llama(tmp_path: Path) -> None:
+    """The triangle becomes is_causal, padding stays small, K and V keep their two heads, queries in the padding give 0."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=99,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        use_cache=False,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    path = tmp_path / "llama.onnx"
+    axes = {"input_ids": BATCH_SEQUENCE, "attention_mask": BATCH_SEQUENCE}
+    report = export(model, (), path, kwargs=tokens(2, 9), dynamic_shapes=axes)
+    assert (report.fused, report.total) == (1, 1), str(report)
+    (node,) = attention_nodes(path)
+    assert {a.name: a.i for a in node.attribute}["is_causal"] == 1
+    shapes = {v.name: v.type.tensor_type.shape.dim for v in onnx.load(path).graph.value_info}
+    assert [d.dim_value for d in shapes[node.input[1]]][1] == 2
+    assert [d.dim_value for d in shapes[node.input[3]]][-3:-1] == [1, 1]
+    left = tokens(3, 17)
+    left["attention_mask"] = left["attention_mask"].flip(1)
+    check(model, path, (), tokens(2, 5))
+    check(model, path, (), left)
+
+
 def test_runs_without_the_library(bert: Any, tmp_path: Path) -> None:
     """A portable file is an ordinary one for an ONNX Runtime that knows nothing of flashonnx."""
     ort = pytest.importorskip("onnxruntime")
