@@ -297,7 +297,7 @@ def test_bert(bert: Any, attention: str, tmp_path: Path) -> None:
 
 
 def test_llama(tmp_path: Path) -> None:
-    """The triangle becomes is_causal, padding stays small, K and V keep their two heads, queries in the padding give 0."""
+    """The triangle becomes is_causal, padding stays small, K and V keep two heads; padded queries give 0."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
