@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterable, Mapping
 
 Monomial = tuple[str, ...]
@@ -120,6 +121,16 @@ def minimum(a: Dim, b: Dim) -> Dim:
     if a.value is not None and b.value is not None:
         return Dim.of(min(a.value, b.value))
     return Dim.atom(f"Min({', '.join(sorted((str(a), str(b))))})")
+
+
+def is_clipped(size: Dim, whole: Dim) -> bool:
+    """Whether `size` is Min(c, whole) for a number c > 1.
+
+    Such a size broadcasts against `whole` only where it is the same: a table of c positions, cut to
+    the sequence, fails for longer sequences.
+    """
+    match = re.fullmatch(r"Min\((\d+), (.+)\)", str(size))
+    return match is not None and int(match[1]) > 1 and Dim.parse(match[2]) == whole
 
 
 def _without(monomial: Monomial, factors: Monomial) -> Monomial | None:

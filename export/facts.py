@@ -225,6 +225,8 @@ class Facts:
             self._pick(node)
         elif operator in _ARITHMETIC:
             self._arithmetic(node)
+        elif operator in ("Equal", "Where", "ConstantOfShape"):
+            self._choose(node)
         self._fold_numbers(node)
 
     def _pick(self, node: ir.Node) -> None:
@@ -244,6 +246,29 @@ class Facts:
             return
         start, end = (int(bound.reshape(-1)[0]) for bound in bounds if bound is not None)
         self._ints[node.outputs[0]] = data[slice(*slice(start, end).indices(len(data)))]
+
+    def _choose(self, node: ir.Node) -> None:
+        """TorchScript's Expand: the shape itself where it is not -1, else ones."""
+        output = node.outputs[0]
+        if node.op_type == "ConstantOfShape":
+            dims, fill = self.dims(output), self.uniform(output)
+            if dims is not None and len(dims) == 1 and dims[0].value is not None and dims[0].value <= _SMALL:
+                self._ints[output] = (Dim.of(int(fill or 0)),) * dims[0].value
+            return
+        parts = [self.ints(value) for value in node.inputs]
+        if node.op_type == "Equal":
+            a, b = parts
+            if a is None or b is None or len(a) != len(b):
+                return
+            tests = [_equal(x, y) for x, y in zip(a, b, strict=True)]
+            if all(test is not None for test in tests):
+                self._constants[output] = np.array(tests, bool)
+            return
+        test = self.constant(node.inputs[0])
+        a, b = parts[1:]
+        if test is not None and a is not None and b is not None and test.size == len(a) == len(b):
+            choices = zip(test.reshape(-1), a, b, strict=True)
+            self._ints[output] = tuple(x if chosen else y for chosen, x, y in choices)
 
     def _arithmetic(self, node: ir.Node) -> None:
         a, b = (self.ints(value) for value in node.inputs[:2])
@@ -307,6 +332,18 @@ def shape_of(dims: Dims) -> ir.Shape:
     """An onnx-ir shape; made-up names are left open."""
     sizes = [dim.value if dim.value is not None else None if is_unknown(dim) else str(dim) for dim in dims]
     return ir.Shape(sizes)
+
+
+def _equal(a: Dim, b: Dim) -> bool | None:
+    """Whether two numbers are equal; None where that is not known. A size never equals a negative number."""
+    if a == b:
+        return True
+    if a.value is not None and b.value is not None:
+        return False
+    for size, number in ((a, b), (b, a)):
+        if number.value is not None and number.value < 0 and all(count > 0 for count in size.terms.values()):
+            return False
+    return None
 
 
 def is_unknown(dim: Dim) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
-from flashonnx.export.dims import Dim, minimum, product
+from flashonnx.export.dims import Dim, is_clipped, minimum, product
 
 if TYPE_CHECKING:
     from flashonnx.export.facts import Dims, Facts
@@ -28,9 +28,15 @@ def broadcast(facts: Facts, *shapes: Dims | None) -> Dims | None:
             result.append(Dim.of(1))
         elif len(sizes) == 1:
             result.append(sizes.pop())
+        elif not fixed and (whole := [size for size in sizes if all(_covers(size, other) for other in sizes)]):
+            result.append(whole[0])
         else:  # a symbolic size beside a fixed one is that size or 1
             result.append(fixed[0] if fixed else facts.unknown())
     return tuple(result)
+
+
+def _covers(whole: Dim, size: Dim) -> bool:
+    return size == whole or is_clipped(size, whole)
 
 
 def normal(axis: int, rank: int) -> int:
@@ -118,13 +124,9 @@ def _transpose(facts: Facts, node: ir.Node) -> Result:
 
 def _reshape(facts: Facts, node: ir.Node) -> Result:
     dims = facts.dims(node.inputs[0])
-    target = facts.ints(node.inputs[1])
-    if target is None:
-        length = facts.dims(node.inputs[1])
-        if length is None or len(length) != 1 or length[0].value is None:
-            return [None]
-        return [tuple(facts.unknown() for _ in range(length[0].value))]
-    return [reshaped(facts, dims, target, bool(_int(node, "allowzero")))]
+    if facts.ints(node.inputs[1]) is None:
+        return [_target(facts, node.inputs[1])]
+    return [reshaped(facts, dims, facts.ints(node.inputs[1]), bool(_int(node, "allowzero")))]
 
 
 def _unsqueeze(facts: Facts, node: ir.Node) -> Result:
@@ -228,7 +230,16 @@ def _split(facts: Facts, node: ir.Node) -> Result:
 
 
 def _expand(facts: Facts, node: ir.Node) -> Result:
-    return [broadcast(facts, facts.dims(node.inputs[0]), facts.ints(node.inputs[1]))]
+    return [broadcast(facts, facts.dims(node.inputs[0]), _target(facts, node.inputs[1]))]
+
+
+def _target(facts: Facts, shape: ir.Value | None) -> Dims | None:
+    """The elements of a shape tensor; unknown ones if only their number is known."""
+    known = facts.ints(shape)
+    length = facts.dims(shape)
+    if known is not None or length is None or len(length) != 1 or length[0].value is None:
+        return known
+    return tuple(facts.unknown() for _ in range(length[0].value))
 
 
 def _shape(facts: Facts, node: ir.Node) -> Result:
@@ -247,7 +258,7 @@ def _range(facts: Facts, node: ir.Node) -> Result:
 
 
 def _filled(facts: Facts, node: ir.Node) -> Result:
-    return [facts.ints(node.inputs[0])]
+    return [_target(facts, node.inputs[0])]
 
 
 def _flatten(facts: Facts, node: ir.Node) -> Result:
@@ -266,6 +277,33 @@ def _reduce(facts: Facts, node: ir.Node) -> Result:
     if _int(node, "keepdims", 1):
         return [tuple(Dim.of(1) if i in gone else size for i, size in enumerate(dims))]
     return [tuple(size for i, size in enumerate(dims) if i not in gone)]
+
+
+def _gather_elements(facts: Facts, node: ir.Node) -> Result:
+    return [facts.dims(node.inputs[1])]
+
+
+def _conv(facts: Facts, node: ir.Node) -> Result:
+    """Batch and channels always; the rest where input, kernel and padding are numbers."""
+    dims, kernel = (facts.dims(value) for value in node.inputs[:2])
+    if dims is None or kernel is None or len(dims) != len(kernel) or len(dims) < 3:
+        return [None]
+    rank = len(dims) - 2
+
+    def numbers(name: str, default: int, count: int) -> list[int]:
+        return list(node.attributes[name].as_ints()) if name in node.attributes else [default] * count
+
+    strides, dilations, pads = numbers("strides", 1, rank), numbers("dilations", 1, rank), numbers("pads", 0, 2 * rank)
+    explicit = "auto_pad" not in node.attributes or node.attributes["auto_pad"].as_string() in ("NOTSET", "VALID")
+    sizes = []
+    for index in range(rank):
+        size, width = dims[index + 2].value, kernel[index + 2].value
+        if size is None or width is None or not explicit:
+            sizes.append(facts.unknown())
+            continue
+        padded = size + pads[index] + pads[index + rank] - dilations[index] * (width - 1) - 1
+        sizes.append(Dim.of(padded // strides[index] + 1))
+    return [(dims[0], kernel[0], *sizes)]
 
 
 def _attention(facts: Facts, node: ir.Node) -> Result:
@@ -320,6 +358,8 @@ SHAPE_RULES: dict[str, Callable[[Facts, ir.Node], Result]] = {
     "Range": _range,
     "ConstantOfShape": _filled,
     "Flatten": _flatten,
+    "GatherElements": _gather_elements,
+    "Conv": _conv,
     "Attention": _attention,
     "FlashAttention": _attention,
 }

@@ -51,6 +51,8 @@ def read(facts: Facts, value: ir.Value, offset: Dim, *, inverted: bool = False) 
         first = node.inputs[0] if node.inputs else None
         if node.op_type == "Not" and first is not None:
             return read(facts, first, offset, inverted=not inverted)
+        if node.op_type in ("Cast", "Identity") and first is not None and facts.dtype(first) == ir.DataType.BOOL:
+            return read(facts, first, offset, inverted=inverted)
         joins = "Or" if inverted else "And"
         if node.op_type == joins and None not in node.inputs:
             a, b = node.inputs

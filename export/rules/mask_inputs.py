@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from flashonnx.export.build import Builder
-from flashonnx.export.dims import Dim, product
+from flashonnx.export.dims import Dim, is_clipped, product
 from flashonnx.export.facts import Dims, Facts, is_unknown
 from flashonnx.export.masks import MaskReducer, is_false, is_true, is_zero
 from flashonnx.export.products import Labels, Roles
@@ -289,15 +288,8 @@ class MaskBuilder:
 
 
 def _fits(size: Dim, of_scores: Dim) -> bool:
-    """Whether a mask's dimension is proved to be 1 or the scores'.
-
-    Min(c, n) for a constant c > 1 is n in every run that the original model survives: if it is c
-    and not n, the original's broadcast fails.
-    """
-    if size == 1 or size == of_scores:
-        return True
-    match = re.fullmatch(r"Min\((\d+), (.+)\)", str(size))
-    return match is not None and int(match[1]) > 1 and Dim.parse(match[2]) == of_scores
+    """Whether a mask's dimension is proved to be 1 or the scores'."""
+    return size == 1 or size == of_scores or is_clipped(size, of_scores)
 
 
 def _flat(axes: Sequence[Axis]) -> list[object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import warnings
 from typing import Any
@@ -30,7 +31,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def export(name: str, attention: str, opset: int) -> onnx.ModelProto:
+def export(name: str, attention: str, opset: int, dynamo: bool) -> onnx.ModelProto:
     prefix, config, _ = MODELS[name]
     torch.manual_seed(0)
     kind = getattr(transformers, f"{prefix}Model")
@@ -49,16 +50,25 @@ def export(name: str, attention: str, opset: int) -> onnx.ModelProto:
             cache = {} if name in ("bert", "roberta", "clip_text") else {"use_cache": False}
             return self.model(input_ids=x, attention_mask=attention_mask, **cache).last_hidden_state
 
-    batch, length = torch.export.Dim("b"), torch.export.Dim("s")
-    if is_image:
-        arguments, dynamic = (torch.randn(2, 3, 16, 16),), {"x": {0: batch}}
-    else:
+    names, sizes = ["x"], {0: "b"}
+    arguments = (torch.randn(2, 3, 16, 16),)
+    if not is_image:
+        names, sizes = ["x", "attention_mask"], {0: "b", 1: "s"}
         arguments = (torch.randint(2, 99, (2, 7)), torch.ones(2, 7, dtype=torch.long))
-        dynamic = {key: {0: batch, 1: length} for key in ("x", "attention_mask")}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
         try:
+            if not dynamo:
+                file = io.BytesIO()
+                axes = {name: dict(sizes) for name in names}
+                torch.onnx.export(
+                    Last().eval(), arguments, file, dynamo=False, opset_version=opset, input_names=names,
+                    output_names=["y"], dynamic_axes=axes,
+                )  # fmt: skip
+                return onnx.load_model_from_string(file.getvalue())
+            dims = {axis: torch.export.Dim(size) for axis, size in sizes.items()}
+            dynamic = {name: dict(dims) for name in names}
             program = torch.onnx.export(
                 Last().eval(), arguments, dynamo=True, opset_version=opset, dynamic_shapes=dynamic, verbose=False
             )
@@ -67,9 +77,9 @@ def export(name: str, attention: str, opset: int) -> onnx.ModelProto:
     return program.model_proto
 
 
-def check(name: str, attention: str, opset: int) -> None:
+def check(name: str, attention: str, opset: int, *, dynamo: bool = True) -> None:
     """All layers fused; answers at other sizes than the example, with interleaved padding and a row of nothing else."""
-    model = export(name, attention, opset)
+    model = export(name, attention, opset, dynamo)
     fused, report = fuse_and_check(model, {"b": 2, "s": 7}, {"b": 3, "s": 11}, fused=2)
     padding = np.array([[0, 0, 1, 0, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]], np.int64)
     if name != "vit":
@@ -103,3 +113,12 @@ def test_bert_otherwise(attention: str, opset: int) -> None:
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "bert"])
 def test_family(name: str, attention: str) -> None:
     check(name, attention, 18)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize(
+    "name", [name if name in ("bert", "llama") else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
+def test_torchscript(name: str, attention: str) -> None:
+    """The older exporter writes no shapes and computes scales and masks from Shape nodes."""
+    check(name, attention, 17, dynamo=False)
