@@ -22,13 +22,16 @@ struct Copy {
   int64_t heads, rows, row_units, units;       // of the size of the access; units: in all
 };
 
-template <class Unit>
+// Index: 32 bits where they suffice, for the divisions' sake.
+template <class Unit, class Index>
 __global__ void __launch_bounds__(kThreads) copy_rows_kernel(const __grid_constant__ Copy copy) {
-  const int64_t stride = int64_t{gridDim.x} * kThreads;
-  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < copy.units; i += stride) {
-    const int64_t unit = i % copy.row_units, row = i / copy.row_units % copy.rows;
-    const int64_t head = i / copy.row_units / copy.rows % copy.heads,
-                  batch = i / copy.row_units / copy.rows / copy.heads;
+  const Index row_units = static_cast<Index>(copy.row_units), rows = static_cast<Index>(copy.rows);
+  const Index heads = static_cast<Index>(copy.heads), units = static_cast<Index>(copy.units);
+  for (Index i = static_cast<Index>(blockIdx.x) * kThreads + threadIdx.x; i < units;
+       i += static_cast<Index>(gridDim.x) * kThreads) {
+    const Index unit = i % row_units, all_rows = i / row_units;
+    const int64_t row = all_rows % rows, head = all_rows / rows % heads;
+    const int64_t batch = all_rows / rows / heads;
     const char* source = copy.source + batch * copy.source_stride[0] +
                          head * copy.source_stride[1] + row * copy.source_stride[2];
     char* target = copy.target + batch * copy.target_stride[0] + head * copy.target_stride[1] +
@@ -47,8 +50,10 @@ flashonnx_status launch_copy(Copy copy, int64_t row_bytes, int64_t total_rows,
   config.gridDim = dim3(static_cast<unsigned>(blocks < kMaxBlocks ? blocks : kMaxBlocks));
   config.blockDim = dim3(kThreads);
   config.stream = stream;
-  return cuda_status(cudaLaunchKernelEx(&config, copy_rows_kernel<Unit>, copy),
-                     "present copy kernel");
+  constexpr int64_t kNarrow = int64_t{1} << 31;  // so that adding a grid's stride stays below 2^32
+  const auto kernel =
+      copy.units < kNarrow ? copy_rows_kernel<Unit, uint32_t> : copy_rows_kernel<Unit, uint64_t>;
+  return cuda_status(cudaLaunchKernelEx(&config, kernel, copy), "present copy kernel");
 }
 
 // Copies (batch, heads, rows, dim) from `source` to `target`, which starts `target_row` rows into

@@ -28,13 +28,15 @@ __device__ __forceinline__ void sum_values(const T* v, int64_t stride, int lengt
 // shared memory.
 template <class T, class C>
 __device__ __forceinline__ void mean_of_values(const Problem& p, const Place& place,
-                                               const Lane<C>& lane, float* partial,
+                                               const Lane<C>& lane, int last_query, float* partial,
                                                RowState<C>& state) {
   constexpr int kWarps = C::kThreads / 32;
   static_assert(kWarps * C::kHeadDim <= 2 * C::kChunk, "the partial sums fit in the slots");
   bool empty = false;
 #pragma unroll
-  for (int i = 0; i < C::kThreadRows; ++i) empty |= state.sum[i] == 0.f;
+  for (int i = 0; i < C::kThreadRows; ++i) {
+    empty |= state.sum[i] == 0.f && place.first_query + lane.query(i) <= last_query;
+  }
   const int length = key_length_of(p, place.batch);
   if (!__syncthreads_or(empty) || length == 0)
     return;  // the barrier also says that the slots are free
@@ -113,7 +115,8 @@ __device__ __forceinline__ void finish_rows(const Problem& p, const Place& place
     for (int c = 0; c < C::kThreadColumns; ++c)
       state.output[i][c] = sum == 0.f ? 0.f : state.output[i][c] * factor;
   }
-  if (p.empty_row_mean && !p.sinks) mean_of_values<T, C>(p, place, lane, scratch, state);
+  if (p.empty_row_mean && !p.sinks)
+    mean_of_values<T, C>(p, place, lane, last_query, scratch, state);
 
   switch (p.output_dtype) {
     case FLASHONNX_FLOAT32:

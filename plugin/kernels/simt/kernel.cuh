@@ -39,8 +39,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const int first_key = span.first, end_key = span.end;
   const int warp_first = place.first_query + 32 * lane.warp_row;
   const int warp_last = min(warp_first + 31, last_query);
-  const bool few = last_query - place.first_query <
-                   C::kLaneRows;  // decoding: a lane's first query is its only one
+  // Decoding: a lane's first query is its only one.
+  const bool few = last_query - place.first_query < C::kLaneRows;
 
   const T* const k =
       static_cast<const T*>(p.k.data) + place.batch * p.k.batch + place.kv_head * p.k.head;
