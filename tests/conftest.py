@@ -14,6 +14,17 @@ from flashonnx._capi import Library
 from flashonnx._library import library_path as find_library
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tight", action="store_true", help="arrays without guards around them, for sanitizers")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--tight"):
+        import seam
+
+        seam.guarded = False
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     without_gpu = any(item.get_closest_marker("gpu") for item in items) and not _has_cuda()
     for item in items:

@@ -11,8 +11,8 @@ import cases
 import numpy as np
 import pytest
 from cases import Case
-from flashonnx._capi import Library, ParallelFor
-from seam import Buffer, Problem, check_outputs
+from flashonnx._capi import Library, ParallelFor, attention_params
+from seam import Buffer, Problem, check_outputs, query_device
 
 
 def on_devices(*chosen: Case) -> Any:
@@ -93,13 +93,12 @@ def test_strides_beyond_32_bits(library: Library, device: str) -> None:
 def test_size_beyond_32_bits(library: Library) -> None:
     """(1600, 729, 16, 72) bfloat16 (flash-attention#2214): more bytes than 32 bits count; entries are compared."""
     import torch
-    from flashonnx._capi import CUDA, attention_params
 
     shape, looked_at = (1600, 729, 16, 72), (0, 799, 1023, 1599)
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(3))
     o = torch.full_like(q, torch.nan)
-    params = attention_params(library, library.device(CUDA), *(x.transpose(1, 2) for x in (q, k, v, o)))
+    params = attention_params(library, query_device(library, "cuda"), *(x.transpose(1, 2) for x in (q, k, v, o)))
     workspace = torch.empty(library.workspace(params), dtype=torch.int8, device="cuda")
     library.run(params, workspace.data_ptr(), torch.cuda.current_stream().cuda_stream)
     assert not o.isnan().any()
@@ -217,6 +216,22 @@ def test_second_device(library: Library) -> None:
         for case in (_BY_ID["everything"], _BY_ID["d512-float16"]):
             Problem(library, case, "cuda:1").check()
             assert torch.cuda.current_device() == 0
+
+
+def test_torch_tensors(library: Library, device: str) -> None:
+    """Views of torch tensors go through by address and strides; PyTorch's own attention is the judge."""
+    torch = pytest.importorskip("torch")
+    generator = torch.Generator(device).manual_seed(0)
+    packed = torch.randn(2, 65, 3, 4, 40, device=device, generator=generator)
+    q, k, v = (packed[:, :, i].transpose(1, 2) for i in range(3))
+    mask = torch.rand(2, 1, 65, 65, device=device, generator=generator) < 0.7
+    o = torch.full((2, 65, 4, 40), torch.nan, device=device).transpose(1, 2)
+    params = attention_params(library, query_device(library, device), q, k, v, o, mask=mask)
+    workspace = torch.empty(library.workspace(params), dtype=torch.int8, device=device)
+    stream = torch.cuda.current_stream().cuda_stream if device == "cuda" else 0
+    library.run(params, workspace.data_ptr(), stream)
+    right = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), mask)
+    torch.testing.assert_close(o.double(), right, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("id", ["s577-float32", "everything", "no-queries-bshd", "many-heads-small"])
