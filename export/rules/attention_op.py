@@ -144,7 +144,9 @@ def _arrangement(fusion: Fusion, site: _Site) -> Arrangement | None:
         "e",
     )
     try:
-        return arrange(fusion.facts, tensors, scales=False)
+        found = arrange(fusion.facts, tensors, scales=False)
+        found.head_attributes()
+        return found
     except RefusalError:
         return None  # one to one, then
 
@@ -167,10 +169,14 @@ def _improve_mask(fusion: Fusion, site: _Site, builder: Builder) -> None:
     past = facts.dims(site.inputs["past_key"])
     offset = past[2] if past is not None else Dim.of(0)
     operand = Operand(mask, ("b", "h", "q", "k")[4 - len(dims) :])  # gives the number of keys
-    try:
-        result = MaskBuilder(facts, fusion.reducer, builder, axes, operand, kind, offset).build([term], True)
-    except RefusalError:
-        return
+    alike = (site.node.graph, term, axes, kind, offset)
+    result = fusion.masks.get(alike)
+    if result is None:
+        try:
+            result = MaskBuilder(facts, fusion.reducer, builder, axes, operand, kind, offset).build([term], True)
+        except RefusalError:
+            return
+        fusion.masks[alike] = result
     site.inputs["attn_mask"] = result.value
     before = Structure(
         site.attributes["left_window_size"] if site.attributes.get("left_window_size", -1) >= 0 else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import onnx_ir as ir
@@ -22,6 +22,7 @@ class Fusion:
         self.names = Names(model)
         self.reducer = MaskReducer(self.facts, self.names)
         self.opset = opset_of(model.opset_imports)
+        self.masks: dict[Hashable, Any] = {}  # mask inputs that fused sites have, for others alike
 
     def builder(self, node: ir.Node) -> Builder:
         """A builder for the nodes that will replace the site of `node`."""

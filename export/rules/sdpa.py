@@ -54,18 +54,23 @@ class DecomposedAttention(Rule):
         assert dims is not None
         builder = fusion.builder(softmax)
         axes = ScoreAxes(first.labels, dims, roles, found.heads, found.key.sequence == found.value.sequence)
-        masks = MaskBuilder(facts, fusion.reducer, builder, axes, key, dtype)
-        mask = masks.build(scores.terms, weights.guarded)
+        heads = found.head_attributes()
+        alike = (softmax.graph, scores.terms, axes, dtype, weights.guarded)
+        mask = fusion.masks.get(alike)
+        if mask is None:
+            masks = MaskBuilder(facts, fusion.reducer, builder, axes, key, dtype)
+            mask = masks.build(scores.terms, weights.guarded)
         attributes = {
             "scale": scale,
             "softcap": scores.softcap,
             "empty_row": mask.empty_row,
             **combined_bounds(mask.bounds),
-            **found.head_attributes(),
+            **heads,
         }
         made = fusion.attention(builder, [*found.inputs(builder), mask.value], attributes, found.rank)
         result = found.way_out.build(builder, made)
         nodes = (*scores.nodes, softmax, *weights.nodes)
+        fusion.masks[alike] = mask
         return Rewrite(builder, {found.way_out.replaces: result}, nodes, mask.remark, made)
 
 

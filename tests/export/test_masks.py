@@ -115,25 +115,33 @@ def test_interleaved_and_whole_padding(rows: list[list[int]]) -> None:
     assert shape_of(fused, mask_of(fused)) == ["b", 1, 1, "t"]
 
 
-def test_shared_by_layers() -> None:
+@pytest.mark.parametrize(
+    ("making", "combine", "computed"),
+    [
+        ("allowed = Cast<to=9>(wide) all = Expand(allowed, target) m = Where(all, zero, low)", "Add(raw, m)", "Where"),
+        ("bad = Not(flags) m = Expand(bad, target)", "Where(m, ninf, raw)", "Cast"),
+        ("f = Cast<to=1>(wide) off = Sub(one, f) m = Mul(off, ten)", "Sub(raw, m)", "Mul"),
+    ],
+)
+def test_shared_by_layers(making: str, combine: str, computed: str) -> None:
     """One mask for twelve layers is made small once."""
-    making = "wide = Unsqueeze(padding, a12) allowed = Cast<to=9>(wide) all = Expand(allowed, target)"
-    making = (
-        "bs = Shape<start=0,end=1>(q) ss = Shape<start=2,end=3>(q) ts = Shape<start=2,end=3>(k)"
-        f"target = Concat<axis=0>(bs, a1, ss, ts) {making} m = Where(all, zero, low)"
-    )
+    making = f"""
+        bs = Shape<start=0,end=1>(q) ss = Shape<start=2,end=3>(q) ts = Shape<start=2,end=3>(k)
+        target = Concat<axis=0>(bs, a1, ss, ts) wide = Unsqueeze(padding, a12) flags = Cast<to=9>(wide) {making}
+    """
     layers, value = "", "q"
     for layer in range(12):
         name = "y" if layer == 11 else f"y{layer}"
         layers += f"""
             kt{layer} = Transpose<perm=[0,1,3,2]>(k) raw{layer} = MatMul({value}, kt{layer})
-            scores{layer} = Add(raw{layer}, m) p{layer} = Softmax<axis=-1>(scores{layer})
+            scores{layer} = {combine.replace("raw", f"raw{layer}")} p{layer} = Softmax<axis=-1>(scores{layer})
             {name} = MatMul(p{layer}, v)
         """
         value = name
     model, _ = fuse_and_check(parse(CONSTANTS + making + layers, f"{QKV}, int64[b,t] padding", Y), *SIZES, fused=12)
     assert len({node.input[3] for node in nodes(model)}) == 1
-    assert [node.op_type for node in model.graph.node].count("Where") == 1
+    assert shape_of(model, nodes(model)[0].input[3]) == ["b", 1, 1, "t"]
+    assert [node.op_type for node in model.graph.node].count(computed) <= 2
 
 
 # -- masks that replace scores
