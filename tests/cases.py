@@ -362,4 +362,12 @@ CORNER = [
       for i, d in enumerate((64, 512, 64))),
 ]  # fmt: skip
 
-ALL = [*REGULAR, *ODD, *FEATURES, *CORNER]
+# What stands above in float32 alone, for kernels on tensor cores, which never see float32.
+HALF = [
+    replace(case, id=f"{case.id}-{dtype}", dtype=dtype, gpu=True)
+    for case in (*ODD, *FEATURES, *CORNER)
+    if case.dtype == "float32" and not case.id.endswith("-float32") and "-float32-" not in case.id
+    for dtype in ("float16", "bfloat16")
+]
+
+ALL = [*REGULAR, *ODD, *FEATURES, *CORNER, *HALF]
