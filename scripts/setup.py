@@ -146,18 +146,20 @@ def bring_headers(arguments: argparse.Namespace) -> str:
 
 
 def install_flashonnx(arguments: argparse.Namespace) -> str:
-    options = [
-        f"FLASHONNX_CUDA_ARCHITECTURES={arguments.archs}",
-        f"FLASHONNX_ORT_INCLUDE_DIR={Path(arguments.ort_headers).resolve()}",
-        f"FLASHONNX_TENSORRT_INCLUDE_DIR={Path(arguments.tensorrt_headers).resolve()}",
-        "FLASHONNX_WERROR=ON",
-        *arguments.define,
-    ]
+    defines = {
+        "FLASHONNX_CUDA": "AUTO",  # all are given every time: CMake remembers what it was told before
+        "FLASHONNX_NVCC": "",
+        "FLASHONNX_CUDA_ARCHITECTURES": arguments.archs,
+        "FLASHONNX_ORT_INCLUDE_DIR": str(Path(arguments.ort_headers).resolve()),
+        "FLASHONNX_TENSORRT_INCLUDE_DIR": str(Path(arguments.tensorrt_headers).resolve()),
+        "FLASHONNX_WERROR": "ON",
+    }
+    defines.update(definition.split("=", 1) for definition in arguments.define)
+    options = [f"-Ccmake.define.{name}={value}" for name, value in defines.items()]
     stamp = Stamp("flashonnx", *options, *contents(sources()), Stamp("environment", sys.version).value)
     if stamp.fresh:
         return "is up to date"
-    defines = [f"-Ccmake.define.{option}" for option in options]
-    pip("install", "--no-build-isolation", "--no-deps", "--force-reinstall", "-v", *defines, str(ROOT),
+    pip("install", "--no-build-isolation", "--no-deps", "--force-reinstall", "-v", *options, str(ROOT),
         show=r"-- flashonnx: .*|CMake Warning.*|flashonnx: NO .*|\[\d+/\d+\] (?:Building|Linking).*")  # fmt: skip
     stamp.set()
     return "built and installed"
