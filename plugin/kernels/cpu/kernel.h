@@ -57,33 +57,59 @@ FLASHONNX_INLINE void prefetch_own_masks(const Params& params, const Rows& rows,
   }
 }
 
-// Scores to weights for one row. Returns the factor that brings what was summed before to the new
-// maximum.
-inline float update_row(const Params& params, const Tile& tile, Rows& rows, int r, int begin,
-                        int end, float* scores, float* own_biases) {
+// Softcap and masks for one row's scores. Returns its largest scores.
+inline Vec complete_scores(const Params& params, const Tile& tile, const Rows& rows, int r,
+                           int begin, int end, float* scores, float* own_biases) {
   if (params.softcap > 0) apply_softcap(scores, params.softcap, begin, end);
   const float* biases = tile.biases;
   if (rows.mask[r] != nullptr && !rows.same_mask) {
     biases = read_own_mask(params, rows.mask[r], tile, begin, end, own_biases);
   }
-  const float previous = rows.maximum[r];
-  Vec largest = broadcast(previous);
+  Vec largest = broadcast(-kInfinity);
   if (biases != nullptr) largest = add_biases(scores, biases, begin, end, largest);
   const bool cut =
       mask_outside(scores, begin, end, rows.begin[r] - tile.first, rows.end[r] - tile.first);
-  if (biases == nullptr || cut) largest = find_largest(scores, begin, end, broadcast(previous));
-
-  const float maximum = max_lanes(largest);
-  const float base = maximum == -kInfinity ? 0.0f : maximum;  // -inf - -inf would be NaN
-  const float sum = tile.finite ? exponentiate<false>(scores, begin, end, base)
-                                : exponentiate<true>(scores, begin, end, base);
-  float rescale = 1.0f;
-  if (maximum != previous) {
-    rescale = previous == -kInfinity ? 0.0f : exp_nonpositive(broadcast(previous - maximum))[0];
+  if (biases == nullptr || cut) {
+    largest = find_largest(scores, begin, end, broadcast(-kInfinity));
   }
-  rows.maximum[r] = maximum;
-  rows.sum[r] = rows.sum[r] * rescale + sum;
-  return rescale;
+  return largest;
+}
+
+// Scores to weights for a block of rows, a step for all rows before the next: within a row each
+// waits for the one before. `rescale` brings what was summed before to the new maxima.
+inline void update_rows(const Params& params, const Tile& tile, Rows& rows, int first, int count,
+                        int begin, int end, float* scores, float* own_biases, float* rescale) {
+  Vec maxima[kPaddedBlockRows];
+  Vec sums[kPaddedBlockRows];
+  // Rows past `count` that share a vector with others may be the next block's: they stay as they
+  // are.
+  for (int i = count; i % kWidth != 0; ++i) {
+    maxima[i] = broadcast(-kInfinity);
+    sums[i] = Vec{};
+  }
+  float base[kPaddedBlockRows];
+  for (int i = 0; i < count; ++i) {
+    maxima[i] = complete_scores(params, tile, rows, first + i, begin, end, scores + i * kKeyTile,
+                                own_biases);
+  }
+  for (int i = 0; i < count; i += kWidth) {
+    float* maximum = rows.maximum + first + i;
+    const Vec previous = load(maximum);
+    const Vec largest = max(max_each(maxima + i), previous);
+    const Vec finite = largest == -kInfinity ? Vec{} : largest;  // -inf - -inf would be NaN
+    store(maximum, largest);
+    store(base + i, finite);
+    store(rescale + i, exp_nonpositive(previous - finite));
+  }
+  for (int i = 0; i < count; ++i) {
+    float* row = scores + i * kKeyTile;
+    sums[i] = tile.finite ? exponentiate<false>(row, begin, end, base[i])
+                          : exponentiate<true>(row, begin, end, base[i]);
+  }
+  for (int i = 0; i < count; i += kWidth) {
+    float* sum = rows.sum + first + i;
+    store(sum, load(sum) * load(rescale + i) + sum_each(sums + i));
+  }
 }
 
 template <typename Keys>
@@ -99,11 +125,9 @@ void process_block(const Params& params, const Plan& plan, const Scratch& scratc
     prefetch_own_masks(params, rows, tile, first, count, begin, end);
   }
   keys.compute_scores(scratch.q + first * plan.padded_head_dim, count, begin, end, scratch.scores);
-  float rescale[kBlockRows];
-  for (int i = 0; i < count; ++i) {
-    rescale[i] = update_row(params, tile, rows, first + i, begin, end,
-                            scratch.scores + i * kKeyTile, scratch.biases);
-  }
+  float rescale[kPaddedBlockRows];
+  update_rows(params, tile, rows, first, count, begin, end, scratch.scores, scratch.biases,
+              rescale);
   float* o = scratch.o + first * plan.padded_value_dim;
   bool& started = rows.started[first / kBlockRows];
   const float* factors = started ? rescale : nullptr;
@@ -143,6 +167,10 @@ void run(const Params& params, const Plan& plan, int64_t task, float* memory) {
 
   Rows rows;
   set_up_rows(params, plan, b, kv_head, row_tile * plan.rows, rows);
+  const T* k = at<const T>(params.k, b, kv_head, 0);
+  const T* v = at<const T>(params.v, b, kv_head, 0);
+  prefetch_rows(k, params.k.stride[2], kAhead, params.head_dim);
+  prefetch_rows(v, params.v.stride[2], kAhead, params.value_dim);
   for (int r = 0; r < rows.count; ++r) {
     const T* query = at<const T>(params.q, b, rows.head[r], rows.query[r]);
     float* target = scratch.q + r * plan.padded_head_dim;
@@ -150,8 +178,6 @@ void run(const Params& params, const Plan& plan, int64_t task, float* memory) {
       store(target + d, load_upto(query + d, params.head_dim - d) * params.scale);
     }
   }
-  const T* k = at<const T>(params.k, b, kv_head, 0);
-  const T* v = at<const T>(params.v, b, kv_head, 0);
   if (plan.direct) {
     Direct<T> keys{params, plan, k, v};
     process_tiles(params, plan, scratch, keys, rows);

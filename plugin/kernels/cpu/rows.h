@@ -8,6 +8,9 @@ namespace flashonnx::cpu::FLASHONNX_CPU_ISA {
 
 using Params = flashonnx_attention_params;
 
+// Blocks are padded to whole vectors of rows.
+constexpr int kPaddedBlockRows = (kBlockRows + kWidth - 1) / kWidth * kWidth;
+
 struct Rows {
   int count;
   bool same_keys;  // begin and end are those of all rows
@@ -17,8 +20,8 @@ struct Rows {
   int64_t begin[kMaxRows];  // keys outside of [begin, end) are masked by structure
   int64_t end[kMaxRows];
   const char* mask[kMaxRows];  // of key 0
-  float maximum[kMaxRows];
-  float sum[kMaxRows];
+  float maximum[kMaxRows + kPad];
+  float sum[kMaxRows + kPad];
   bool started[kMaxRows / kBlockRows];  // whether O holds anything yet, for each block of rows
 };
 
@@ -55,6 +58,10 @@ inline void set_up_rows(const Params& params, const Plan& plan, int64_t b, int64
   const int64_t offset =
       params.causal_offset + (params.offset_from_lengths ? length - params.q_length : 0);
   const int64_t limit = masked && params.mask_keys < length ? params.mask_keys : length;
+  for (int r = 0; r < plan.rows + kPad; ++r) {
+    rows.maximum[r] = -kInfinity;
+    rows.sum[r] = 0;
+  }
   int64_t query = first / plan.group;
   int64_t member = first % plan.group;  // of the group of heads
   rows.count = static_cast<int>(clamp(plan.total_rows - first, 0, plan.rows));
@@ -77,8 +84,6 @@ inline void set_up_rows(const Params& params, const Plan& plan, int64_t b, int64
       rows.mask[r] = static_cast<const char*>(mask.data) + element * mask_bytes(mask.dtype);
       rows.same_mask &= rows.mask[r] == rows.mask[0];
     }
-    rows.maximum[r] = -kInfinity;
-    rows.sum[r] = 0;
     if (++member == plan.group) {
       member = 0;
       ++query;

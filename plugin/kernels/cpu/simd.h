@@ -169,26 +169,6 @@ template <int... kIndex>
 using Lanes = std::integer_sequence<int, kIndex...>;
 using AllLanes = std::make_integer_sequence<int, kWidth>;
 
-// Lane i of the result is lane i ^ kDistance of x.
-template <int kDistance, int... kIndex>
-FLASHONNX_INLINE Vec swap_lanes(Vec x, Lanes<kIndex...>) {
-  return __builtin_shufflevector(x, x, (kIndex ^ kDistance)...);
-}
-
-template <int kDistance = kWidth / 2>
-FLASHONNX_INLINE float sum_lanes(Vec x) {
-  x += swap_lanes<kDistance>(x, AllLanes{});
-  if constexpr (kDistance > 1) return sum_lanes<kDistance / 2>(x);
-  return x[0];
-}
-
-template <int kDistance = kWidth / 2>
-FLASHONNX_INLINE float max_lanes(Vec x) {
-  x = max(x, swap_lanes<kDistance>(x, AllLanes{}));
-  if constexpr (kDistance > 1) return max_lanes<kDistance / 2>(x);
-  return x[0];
-}
-
 // A Vec is kQuads quads of 4 lanes. What crosses quads is dear, so blocks are transposed within
 // them.
 constexpr int kQuads = kWidth / 4;
@@ -242,11 +222,6 @@ FLASHONNX_INLINE Vec every_other_quad(Vec a, Vec b, Lanes<kIndex...>) {
   return __builtin_shufflevector(a, b, ((kIndex / 4 * 2 + kOdd) * 4 + kIndex % 4)...);
 }
 
-// Neighbouring quads of a, then of b, added up.
-FLASHONNX_INLINE Vec add_neighbours(Vec a, Vec b) {
-  return every_other_quad<0>(a, b, AllLanes{}) + every_other_quad<1>(a, b, AllLanes{});
-}
-
 // Transposes the 4 x 4 blocks that quad l of the four rows makes, for each l.
 FLASHONNX_INLINE void transpose_quads(Vec (&rows)[4]) {
   const Vec a = pick<0, 4, 1, 5>(rows[0], rows[1]);
@@ -259,21 +234,34 @@ FLASHONNX_INLINE void transpose_quads(Vec (&rows)[4]) {
   rows[3] = pick<2, 3, 6, 7>(b, d);
 }
 
-// Lane n of the result is the sum of sums[n].
-FLASHONNX_INLINE Vec sum_each(const Vec (&sums)[kWidth]) {
-  Vec quads[kQuads];  // lane i of the quads of quads[n] adds up to sums[4 n + i]
+// Lane n of the result is what combine makes of the lanes of rows[n].
+template <typename Combine>
+FLASHONNX_INLINE Vec reduce_each(const Vec* rows, Combine combine) {
+  Vec quads[kQuads];  // lane i of the quads of quads[n] stem from rows[4 n + i]
 #pragma GCC unroll 4
   for (int n = 0; n < kQuads; ++n) {
-    Vec rows[4] = {sums[4 * n], sums[4 * n + 1], sums[4 * n + 2], sums[4 * n + 3]};
-    transpose_quads(rows);
-    quads[n] = (rows[0] + rows[1]) + (rows[2] + rows[3]);
+    Vec block[4] = {rows[4 * n], rows[4 * n + 1], rows[4 * n + 2], rows[4 * n + 3]};
+    transpose_quads(block);
+    quads[n] = combine(combine(block[0], block[1]), combine(block[2], block[3]));
   }
 #pragma GCC unroll 2
   for (int count = kQuads; count > 1; count /= 2) {
 #pragma GCC unroll 2
-    for (int n = 0; n < count / 2; ++n) quads[n] = add_neighbours(quads[2 * n], quads[2 * n + 1]);
+    for (int n = 0; n < count / 2; ++n) {
+      const Vec even = every_other_quad<0>(quads[2 * n], quads[2 * n + 1], AllLanes{});
+      const Vec odd = every_other_quad<1>(quads[2 * n], quads[2 * n + 1], AllLanes{});
+      quads[n] = combine(even, odd);
+    }
   }
   return quads[0];
+}
+
+FLASHONNX_INLINE Vec sum_each(const Vec* rows) {
+  return reduce_each(rows, [](Vec a, Vec b) { return a + b; });
+}
+
+FLASHONNX_INLINE Vec max_each(const Vec* rows) {
+  return reduce_each(rows, [](Vec a, Vec b) { return max(a, b); });
 }
 
 // -- functions

@@ -1,5 +1,5 @@
-// The online softmax of one row of scores, columns [begin, end) of a tile; whole vectors are read
-// and written.
+// The steps of the online softmax on one row of scores, columns [begin, end) of a tile; whole
+// vectors are read and written.
 #pragma once
 
 #include "simd.h"
@@ -44,10 +44,10 @@ inline bool mask_outside(float* scores, int begin, int end, int64_t from, int64_
   return true;
 }
 
-// Turns scores into weights e^(score - base) and returns their sum. With kKeep, a weight is 0 only
-// where the score is -inf: a masked key is told from one whose weight underflows.
+// Turns scores into weights e^(score - base) and returns sums of them. With kKeep, a weight is 0
+// only where the score is -inf: a masked key is told from one whose weight underflows.
 template <bool kKeep>
-float exponentiate(float* scores, int begin, int end, float base) {
+Vec exponentiate(float* scores, int begin, int end, float base) {
   Vec total{};
   for (int n = begin; n < end; n += kWidth) {
     const Vec score = load(scores + n);
@@ -56,7 +56,7 @@ float exponentiate(float* scores, int begin, int end, float base) {
     total += weight;
     store(scores + n, weight);
   }
-  return sum_lanes(total);
+  return total;
 }
 
 }  // namespace flashonnx::cpu::FLASHONNX_CPU_ISA
