@@ -168,7 +168,7 @@ def test_eight_threads(library: Library, device: str) -> None:
     ]
 
     def work(index: int) -> None:
-        for repeat in range(6):
+        for repeat in range(3):
             problem = Problem(library, chosen[(index + repeat) % len(chosen)], device)
             if device == "cpu":
                 problem.check()
