@@ -87,7 +87,8 @@ bool fits(const Kernel& kernel, const Params& p, char* reasons, size_t capacity)
                   kernel.min_arch / 10, kernel.min_arch % 10, p.device.arch / 10,
                   p.device.arch % 10);
   }
-  if (!(kernel.dtypes & 1u << p.q.dtype)) return refuse("has no code for dtype %d", p.q.dtype);
+  if (!(kernel.dtypes & 1u << p.q.dtype))
+    return refuse("has no code for dtype %s", dtype_name(p.q.dtype));
   const int64_t dim = std::max(p.head_dim, p.value_dim);
   if (dim > kernel.max_head_dim) {
     return refuse("does head dimensions up to %lld, got %lld",

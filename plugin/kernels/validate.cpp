@@ -7,19 +7,15 @@
 namespace flashonnx {
 namespace {
 
-// Sizes and offsets below this keep every sum of positions far from 64-bit overflow.
+// Sizes and offsets below this keep every sum of positions far from 64-bit overflow, tensors below
+// that every offset in bytes.
 constexpr int64_t kMaxSize = int64_t{1} << 40;
+constexpr int64_t kMaxElements = int64_t{1} << 56;
 
 constexpr uint32_t bit(int32_t dtype) { return 1u << dtype; }
 constexpr uint32_t kFloats =
     bit(FLASHONNX_FLOAT32) | bit(FLASHONNX_FLOAT16) | bit(FLASHONNX_BFLOAT16);
 constexpr uint32_t kElements = kFloats | bit(FLASHONNX_FLOAT8_E4M3);
-
-const char* dtype_name(int32_t dtype) {
-  constexpr const char* kNames[] = {"none", "float32", "float16", "bfloat16", "float8_e4m3",
-                                    "bool", "int8",    "int32",   "int64"};
-  return dtype >= FLASHONNX_NONE && dtype <= FLASHONNX_INT64 ? kNames[dtype] : "unknown";
-}
 
 flashonnx_status invalid(const char* name, const char* expected, long long got) {
   return make_status(FLASHONNX_INVALID_ARGUMENT,
@@ -29,6 +25,20 @@ flashonnx_status invalid(const char* name, const char* expected, long long got) 
 flashonnx_status check_size(const char* name, int64_t value, int64_t least) {
   if (value >= least && value <= kMaxSize) return ok();
   return invalid(name, least ? "at least 1 and at most 2^40" : "between 0 and 2^40", value);
+}
+
+flashonnx_status check_elements(const char* name, int64_t batch, int64_t heads, int64_t length,
+                                int64_t dim) {
+  int64_t elements = batch;
+  bool overflow = __builtin_mul_overflow(elements, heads, &elements);
+  overflow |= __builtin_mul_overflow(elements, length, &elements);
+  overflow |= __builtin_mul_overflow(elements, dim, &elements);
+  if (!overflow && elements <= kMaxElements) return ok();
+  return make_status(FLASHONNX_INVALID_ARGUMENT,
+                     "FlashAttention: '%s' is expected to have at most 2^56 elements, got %lld x "
+                     "%lld x %lld x %lld",
+                     name, static_cast<long long>(batch), static_cast<long long>(heads),
+                     static_cast<long long>(length), static_cast<long long>(dim));
 }
 
 enum class Presence { kRequired, kOptional };
@@ -67,12 +77,16 @@ flashonnx_status check_sizes(const Params& p) {
         "FlashAttention: 'q_heads' is expected to be a multiple of 'kv_heads' (%lld), got %lld",
         static_cast<long long>(p.kv_heads), static_cast<long long>(p.q_heads));
   }
-  const int64_t mask_keys = p.past_length + p.kv_length;
-  if (p.mask.dtype != FLASHONNX_NONE && (p.mask_keys < -1 || p.mask_keys > mask_keys)) {
+  const int64_t keys = p.past_length + p.kv_length;
+  FLASHONNX_RETURN_IF_ERROR(check_elements("Q", p.batch, p.q_heads, p.q_length, p.head_dim));
+  FLASHONNX_RETURN_IF_ERROR(check_elements("K", p.batch, p.kv_heads, keys, p.head_dim));
+  FLASHONNX_RETURN_IF_ERROR(check_elements("V", p.batch, p.kv_heads, keys, p.value_dim));
+  FLASHONNX_RETURN_IF_ERROR(check_elements("Y", p.batch, p.q_heads, p.q_length, p.value_dim));
+  if (p.mask.dtype != FLASHONNX_NONE && (p.mask_keys < -1 || p.mask_keys > keys)) {
     return make_status(FLASHONNX_INVALID_ARGUMENT,
                        "FlashAttention: the last dimension of 'attn_mask' is expected to be at "
                        "most the number of keys (%lld), got %lld",
-                       static_cast<long long>(mask_keys), static_cast<long long>(p.mask_keys));
+                       static_cast<long long>(keys), static_cast<long long>(p.mask_keys));
   }
   return ok();
 }
@@ -183,6 +197,12 @@ flashonnx_status check_alias(const char* name, const flashonnx_tensor& present,
 }
 
 }  // namespace
+
+const char* dtype_name(int32_t dtype) {
+  constexpr const char* kNames[] = {"none", "float32", "float16", "bfloat16", "float8_e4m3",
+                                    "bool", "int8",    "int32",   "int64"};
+  return dtype >= FLASHONNX_NONE && dtype <= FLASHONNX_INT64 ? kNames[dtype] : "unknown";
+}
 
 flashonnx_status validate(const Params& p) {
   if (p.device.kind != FLASHONNX_CPU && p.device.kind != FLASHONNX_CUDA) {

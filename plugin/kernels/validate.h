@@ -14,4 +14,7 @@ flashonnx_status validate(const Params& params);
 // overlaps its past in a way that no copy in place can serve. Called by `run` after validate.
 flashonnx_status validate_data(const Params& params);
 
+// "float32", ..., for messages.
+const char* dtype_name(int32_t dtype);
+
 }  // namespace flashonnx
