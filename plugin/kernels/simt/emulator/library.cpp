@@ -5,7 +5,7 @@
 //       -isystem $CUDA/include -DFLASHONNX_VERSION='"emulated"'
 //       plugin/kernels/{attention,validate}.cpp \ plugin/kernels/common/problem.cpp
 //       plugin/kernels/simt/emulator/library.cpp -o libflashonnx_emulated.so
-//   FLASHONNX_LIBRARY=libflashonnx_emulated.so pytest tests/test_kernels.py -k cpu
+//   FLASHONNX_LIBRARY=libflashonnx_emulated.so pytest tests/test_kernels.py -k "cpu and not many"
 //
 // With -fsanitize=address,undefined (and LD_PRELOAD of libasan) accesses outside any buffer are
 // caught too.
