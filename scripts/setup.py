@@ -154,7 +154,11 @@ def install_flashonnx(arguments: argparse.Namespace) -> str:
         "FLASHONNX_TENSORRT_INCLUDE_DIR": str(Path(arguments.tensorrt_headers).resolve()),
         "FLASHONNX_WERROR": "ON",
     }
-    defines.update(definition.split("=", 1) for definition in arguments.define)
+    for definition in arguments.define:
+        name, separator, value = definition.partition("=")
+        if not separator:
+            raise SetupError(f"--define is expected to be NAME=VALUE, got {definition}")
+        defines[name] = value
     options = [f"-Ccmake.define.{name}={value}" for name, value in defines.items()]
     stamp = Stamp("flashonnx", *options, *contents(sources()), Stamp("environment", sys.version).value)
     if stamp.fresh:
