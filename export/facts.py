@@ -8,6 +8,7 @@ dimensions is always a proof.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -172,13 +173,15 @@ class Facts:
         inferred: Sequence[Dims | None] | None = None
         rule = SHAPE_RULES.get(node.op_type) if node.domain in _KNOWN_DOMAINS else None
         if rule is not None:
-            inferred = rule(self, node)
+            with contextlib.suppress(*_MALFORMED):
+                inferred = rule(self, node)
         for index, value in enumerate(node.outputs):
             self._fixed[value] = fixed
             known = inferred[index] if inferred and index < len(inferred) else None
             self._dims[value] = self._merge(known, self._declared(value))
         if not node.domain and node.outputs:
-            self._fold(node)
+            with contextlib.suppress(*_MALFORMED):
+                self._fold(node)
 
     def _declared(self, value: ir.Value) -> Dims | None:
         if value.shape is None:
@@ -189,10 +192,10 @@ class Facts:
         dims = []
         for dim in value.shape:
             text = dim if isinstance(dim, int) else dim.value
-            if isinstance(text, int):
-                dims.append(Dim.of(text))
+            if isinstance(text, int):  # some exporters write -1 for any size, and "?"
+                dims.append(Dim.of(text) if text >= 0 else self.unknown())
             else:
-                dims.append(Dim.parse(str(text)) if text else self.unknown())
+                dims.append(Dim.parse(str(text)) if text and not text.startswith("?") else self.unknown())
         return tuple(dims)
 
     def _merge(self, inferred: Dims | None, declared: Dims | None) -> Dims | None:
@@ -223,7 +226,7 @@ class Facts:
                 self._ints[output] = tuple(item for part in parts if part for item in part)
         elif operator in ("Gather", "Slice"):
             self._pick(node)
-        elif operator in _ARITHMETIC:
+        elif operator in _ARITHMETIC and len(node.inputs) == 2:
             self._arithmetic(node)
         elif operator in ("Equal", "Where", "ConstantOfShape"):
             self._choose(node)
@@ -360,6 +363,9 @@ def _truncated_division(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.trunc(a / b) if a.dtype.kind == "i" else a / b
 
 
+# What an operator without the inputs or attributes that it must have raises here: nothing is known of its outputs then,
+# and whoever runs the model says what is wrong with it.
+_MALFORMED = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 _KNOWN_DOMAINS = ("", "com.microsoft", "flashonnx")
 _TESTS = frozenset(
     ["Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "And", "Or", "Xor", "Not", "IsNaN", "IsInf"]

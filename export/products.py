@@ -10,6 +10,9 @@ from flashonnx.export.facts import Facts
 
 Labels = tuple[str, ...]
 
+# By domain: others may mean something else by the same name.
+_OPERATORS = {("", "MatMul"), ("", "Gemm"), ("", "Einsum"), ("com.microsoft", "FusedMatMul")}
+
 
 @dataclasses.dataclass(frozen=True)
 class Product:
@@ -31,17 +34,17 @@ def product_of(facts: Facts, node: ir.Node | None) -> Product | None:
     left, right = node.inputs[:2]
     if left is None or right is None or facts.is_fixed(left) or facts.is_fixed(right):
         return None
-    if node.op_type == "Einsum" and not node.domain and len(node.inputs) == 2:
-        return _einsum(node, left, right)
-    if node.op_type in ("MatMul", "FusedMatMul", "Gemm"):
-        return _matmul(facts, node, left, right)
-    return None
+    if (node.domain, node.op_type) not in _OPERATORS:
+        return None
+    if node.op_type == "Einsum":
+        return _einsum(node, left, right) if len(node.inputs) == 2 else None
+    return _matmul(facts, node, left, right)
 
 
 def is_product(facts: Facts, node: ir.Node) -> bool:
     """Whether `node` multiplies two activations, of whatever rank."""
     return (
-        node.op_type in ("MatMul", "FusedMatMul", "Gemm", "Einsum")
+        (node.domain, node.op_type) in _OPERATORS
         and len(node.inputs) >= 2
         and not any(facts.is_fixed(value) for value in node.inputs[:2])
     )

@@ -11,11 +11,13 @@ import dataclasses
 
 import numpy as np
 import onnx_ir as ir
-from flashonnx.export.dims import Dim
+from flashonnx.export.dims import Dim, is_clipped
 from flashonnx.export.facts import Facts
 from flashonnx.export.views import peel
 
 _LARGEST_CONSTANT = 1 << 24
+# Types that hold every position of a sequence as it is.
+_COUNTING = {int(kind) for kind in (ir.DataType.INT32, ir.DataType.INT64, ir.DataType.FLOAT, ir.DataType.DOUBLE)}
 _FLIPPED = {"LessOrEqual": "Greater", "Greater": "LessOrEqual", "Less": "GreaterOrEqual", "GreaterOrEqual": "Less"}
 
 
@@ -41,39 +43,61 @@ class Structure:
         return Structure(smaller(self.left, other.left), smaller(self.right, other.right), self.rest + other.rest)
 
 
-def read(facts: Facts, value: ir.Value, offset: Dim, *, inverted: bool = False) -> Structure:
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """The scores that a mask covers: so many queries and keys, query i at position i + offset."""
+
+    queries: Dim
+    keys: Dim
+    offset: Dim
+
+    def is_covered(self, facts: Facts, value: ir.Value) -> bool:
+        """Whether no axis of `value`, which broadcasts to the scores, may be one that is repeated.
+
+        A triangle of a single row or column says the same of every query or key: no bound on j - i.
+        """
+        dims = facts.dims(value)
+        if dims is None or len(dims) < 2:
+            return False
+        return all(
+            size == whole or is_clipped(size, whole) or (size.value or 0) > 1
+            for size, whole in zip(dims[-2:], (self.queries, self.keys), strict=True)
+        )
+
+
+def read(facts: Facts, value: ir.Value, grid: Grid, *, inverted: bool = False) -> Structure:
     """`value` (or its negation) as a structure; everything in `rest` if it is none.
 
-    Query i stands at position i + offset, and the bounds are relative to that.
+    The bounds are relative to the queries' positions.
     """
     node = value.producer()
     if node is not None and not node.domain:
         first = node.inputs[0] if node.inputs else None
         if node.op_type == "Not" and first is not None:
-            return read(facts, first, offset, inverted=not inverted)
+            return read(facts, first, grid, inverted=not inverted)
         if node.op_type in ("Cast", "Identity") and first is not None and facts.dtype(first) == ir.DataType.BOOL:
-            return read(facts, first, offset, inverted=inverted)
+            return read(facts, first, grid, inverted=inverted)
         joins = "Or" if inverted else "And"
         if node.op_type == joins and None not in node.inputs:
             a, b = node.inputs
             assert a is not None and b is not None
-            return read(facts, a, offset, inverted=inverted) & read(facts, b, offset, inverted=inverted)
+            return read(facts, a, grid, inverted=inverted) & read(facts, b, grid, inverted=inverted)
         if node.op_type in _FLIPPED:
-            bounds = _comparison(facts, node, offset, inverted)
+            bounds = _comparison(facts, node, grid, inverted)
             if bounds is not None:
                 return bounds
         if node.op_type == "Equal":
             a, b = node.inputs
             for data, number in ((a, b), (b, a)):
                 if data is not None and facts.uniform(number) == 0.0:
-                    bounds = _triangle(facts, data, offset, inverted=not inverted)
+                    bounds = _triangle(facts, data, grid, inverted=not inverted)
                     if bounds is not None:
                         return bounds
-    bounds = _triangle(facts, value, offset, inverted=inverted)
+    bounds = _triangle(facts, value, grid, inverted=inverted)
     return bounds if bounds is not None else Structure(rest=((value, inverted),))
 
 
-def read_bias(facts: Facts, value: ir.Value, offset: Dim) -> tuple[Structure, float] | None:
+def read_bias(facts: Facts, value: ir.Value, grid: Grid) -> tuple[Structure, float] | None:
     """An additive mask as (structure, fill): 0 where the structure allows, `fill` elsewhere."""
     for _ in range(8):
         array = facts.constant(value, limit=_LARGEST_CONSTANT)
@@ -93,25 +117,25 @@ def read_bias(facts: Facts, value: ir.Value, offset: Dim) -> tuple[Structure, fl
         a, b = (facts.uniform(item) for item in node.inputs[1:])
         if condition is None or a is None or b is None or 0.0 not in (a, b):
             return None
-        return (read(facts, condition, offset), b) if a == 0.0 else (read(facts, condition, offset, inverted=True), a)
+        return (read(facts, condition, grid), b) if a == 0.0 else (read(facts, condition, grid, inverted=True), a)
     if node.op_type == "Trilu":
         fill = facts.uniform(node.inputs[0])
-        bounds = _triangle(facts, value, offset, inverted=True)
+        bounds = _triangle(facts, value, grid, inverted=True)
         if fill is not None and bounds is not None:
             return bounds, fill
     return None
 
 
-def _comparison(facts: Facts, node: ir.Node, offset: Dim, inverted: bool) -> Structure | None:
+def _comparison(facts: Facts, node: ir.Node, grid: Grid, inverted: bool) -> Structure | None:
     """Bounds from a comparison of a query position with a key position."""
     operator = _FLIPPED[node.op_type] if inverted else node.op_type
     left, right = (_position(facts, item) for item in node.inputs)
-    if left is None or right is None or {left[0], right[0]} != {-1, -2}:
+    if left is None or right is None or {left[0], right[0]} != {-1, -2} or not grid.is_covered(facts, node.outputs[0]):
         return None
     if operator.startswith("Greater"):
         left, right = right, left
     # left + offset <= right + offset, or < for the strict ones
-    distance = (right[1] - left[1] + (-offset if left[0] == -1 else offset)).value
+    distance = (right[1] - left[1] + (-grid.offset if left[0] == -1 else grid.offset)).value
     if distance is None:
         return None
     if "OrEqual" not in operator:
@@ -134,6 +158,8 @@ def _position(facts: Facts, value: ir.Value | None, depth: int = 0) -> tuple[int
         if axis and (start := _range_start(facts, view.source)) is not None:
             return axis, start
         if node is None or node.domain:
+            continue
+        if node.op_type == "Cast" and node.attributes["to"].as_int() not in _COUNTING:
             continue
         if view.source is value and node.op_type in ("Add", "Sub", "Cast"):
             inner = _position(facts, node.inputs[0], depth + 1)
@@ -167,9 +193,9 @@ def _range_start(facts: Facts, value: ir.Value) -> Dim | None:
     return Dim.of(int(array[0])) if (np.diff(array) == 1).all() else None
 
 
-def _triangle(facts: Facts, value: ir.Value, offset: Dim, *, inverted: bool) -> Structure | None:
+def _triangle(facts: Facts, value: ir.Value, grid: Grid, *, inverted: bool) -> Structure | None:
     """Bounds from a tensor that is nonzero (zero, if inverted) exactly in a band of i - j."""
-    if offset != 0:
+    if grid.offset != 0 or not grid.is_covered(facts, value):
         return None
     for _ in range(16):
         array = facts.constant(value, limit=_LARGEST_CONSTANT)

@@ -15,7 +15,7 @@ from flashonnx.export.masks import MaskReducer, is_false, is_true, is_zero
 from flashonnx.export.products import Labels, Roles
 from flashonnx.export.rules.layouts import Heads, Operand
 from flashonnx.export.rules.scores import RefusalError, Term, is_minus_infinity
-from flashonnx.export.structure import Structure, read, read_bias
+from flashonnx.export.structure import Grid, Structure, read, read_bias
 from flashonnx.export.views import Axis, View, peel, regroup
 
 # A finite fill below this cannot reach a probability beside a score of sane size.
@@ -65,7 +65,8 @@ class MaskBuilder:
         self.axes = axes
         self.key = key
         self.dtype = dtype
-        self.offset = offset  # query i stands at position i + offset
+        sizes = dict(zip(axes.labels, axes.dims, strict=True))
+        self.grid = Grid(sizes[axes.roles.query], sizes[axes.roles.key], offset)
 
     def build(self, terms: Sequence[Term], guarded: bool) -> MaskInput:
         """One mask input and structural bounds for all `terms`.
@@ -73,10 +74,10 @@ class MaskBuilder:
         Raises:
             RefusalError: they do not add up to a mask that the operator has.
         """
-        terms = [term for term in terms if not self._does_nothing(term)]
         for term in terms:
-            self._check(term.value)
-        bounds, terms = self._structure(terms)
+            self._check(term.value)  # those that do nothing too: they may widen the scores
+        terms = [term for term in terms if not self._does_nothing(term)]
+        bounds, bounded, terms = self._structure(terms)
         fills = {term.number for term in terms if not term.is_bias}
         finite = {number for number in fills if not is_minus_infinity(number)}
         if finite and (len(fills) > 1 or max(finite) > NEGLIGIBLE):
@@ -87,6 +88,8 @@ class MaskBuilder:
         allowed = self._all([self._allowed(term) for term in terms if not term.is_bias])
         hides = any(self._hides(term) for term in terms)
         remark = "a query that sees no key gives 0; it gave NaN before" if hides and not guarded else ""
+        if _mixes(bounded, terms):
+            remark = "a query from which the masks hide every key together gives another value than before"
         if allowed is None:
             return MaskInput(self._expanded(bias), bounds, "zero", remark)
         empty_row = "mean" if finite else "zero"
@@ -102,7 +105,7 @@ class MaskBuilder:
         """Whether a term is known to set scores to -inf."""
         if not term.is_bias:
             return is_minus_infinity(term.number)
-        found = read_bias(self.facts, term.value, self.offset)
+        found = read_bias(self.facts, term.value, self.grid)
         return found is not None and is_minus_infinity(found[1])
 
     def _does_nothing(self, term: Term) -> bool:
@@ -110,23 +113,24 @@ class MaskBuilder:
             return is_zero(self.facts, term.value)
         return (is_true if term.inverted else is_false)(self.facts, term.value)
 
-    def _structure(self, terms: Sequence[Term]) -> tuple[Structure, list[Term]]:
-        """The bounds on j - i that are proved, and the terms that remain."""
-        bounds, kept = Structure(), []
+    def _structure(self, terms: Sequence[Term]) -> tuple[Structure, set[float], list[Term]]:
+        """The bounds on j - i that are proved, what filled the scores outside them, and the terms that remain."""
+        bounds, bounded, kept = Structure(), set(), []
         for term in terms:
             value = self.reducer.reduce(term.value)
             if term.is_bias:
-                found = read_bias(self.facts, value, self.offset)
+                found = read_bias(self.facts, value, self.grid)
                 fill = found[1] * term.number if found is not None else 0.0
                 structure = found[0] if found is not None else Structure()
             else:
-                structure, fill = read(self.facts, value, self.offset, inverted=not term.inverted), term.number
+                structure, fill = read(self.facts, value, self.grid, inverted=not term.inverted), term.number
             if not structure.is_bounded or not self._can_bound(structure, term, fill):
                 kept.append(term)
                 continue
             bounds &= Structure(structure.left, structure.right)
+            bounded.add(fill)
             kept += [Term(rest, fill, is_bias=False, inverted=not negated) for rest, negated in structure.rest]
-        return bounds, kept
+        return bounds, bounded, kept
 
     def _can_bound(self, structure: Structure, term: Term, fill: float) -> bool:
         """Whether masking with -inf where `fill` stood gives the same rows.
@@ -139,8 +143,7 @@ class MaskBuilder:
             return True
         if fill > NEGLIGIBLE:
             return False
-        sizes = dict(zip(self.axes.labels, self.axes.dims, strict=True))
-        square = sizes[self.axes.roles.query] == sizes[self.axes.roles.key]
+        square = self.grid.queries == self.grid.keys
         if not structure.rest:
             return structure.left is None or square
         swallows = fill <= _SWALLOWS and self.facts.dtype(term.value) != ir.DataType.FLOAT16
@@ -285,6 +288,17 @@ class MaskBuilder:
         count = self.builder.op("Gather", shape, self.builder.ints([self.key.labels.index(self.axes.roles.key)]))
         target = self.builder.op("Concat", self.builder.ints([1, 1, 1]), count, axis=0)
         return self.builder.op("Expand", mask, target, dtype=self.facts.dtype(mask))
+
+
+def _mixes(bounded: set[float], terms: Sequence[Term]) -> bool:
+    """Whether a row that bounds and `terms` hide together may be other than one that either hides.
+
+    Fills of different sizes, or a finite one under a bias, leave such a row a softmax over some of
+    its hidden keys; the operator leaves it none, or all.
+    """
+    fills = {term.number for term in terms if not term.is_bias}
+    is_biased = any(term.is_bias for term in terms) and not all(map(is_minus_infinity, bounded))
+    return bool(bounded) and (is_biased or len(fills | bounded) > 1)
 
 
 def _fits(size: Dim, of_scores: Dim) -> bool:

@@ -37,6 +37,8 @@ class DecomposedAttention(Rule):
         first, second = scores.product, weights.product
         named = relabel(second, weights.probabilities, first.labels)
         value_size = _value_label(named, roles)
+        if second.factor != 1.0:
+            raise RefusalError(f"the product with V is multiplied by {second.factor}")
         assert named is not None
         query, key = _operands(scores, roles)
         value_is_right = second.left is weights.probabilities

@@ -70,6 +70,21 @@ def test_mask_that_widens_the_scores() -> None:
     assert "mask 'm' has size 2 where the scores have b" in report.sites[0].reason
 
 
+@pytest.mark.parametrize(
+    "making",
+    [
+        "nothing = Constant<value = float[2,1,1,1] {0,0}>() scores = Add(raw, nothing)",
+        "nothing = Constant<value = bool[2,1,1,1] {0,0}>() scores = Where(nothing, ninf, raw)",
+        "nothing = Constant<value = float[4,1] {0,0,0,0}>() scores = Add(raw, nothing)",
+    ],
+)
+def test_mask_that_does_nothing_but_widen_the_scores(making: str) -> None:
+    inputs = "float[1,2,s,8] q, float[1,2,t,8] k, float[1,2,t,8] v"
+    sizes = {"s": 1, "t": 4}
+    _, report = fuse_and_check(parse(masked("", combine=making), inputs, "float[x,2,n,8] y"), sizes, fused=0, total=1)
+    assert "the mask 'nothing'" in report.sites[0].reason
+
+
 def test_two_masks() -> None:
     """T5: a relative position bias and a padding mask, both added, no scale."""
     body = masked("", combine="one_mask = Add(raw, m) scores = Add(one_mask, n)")
@@ -260,6 +275,70 @@ def test_not_causal(making: str) -> None:
     """Near misses keep their mask, or are at most the bounds that they are; the answers are the same."""
     model, _ = fuse_and_check(parse(masked(making), SELF, Y), *SIZES)
     assert "is_causal" not in attributes(nodes(model)[0])
+
+
+@pytest.mark.parametrize("shape", ["a1, n1", "n1, a1"])
+@pytest.mark.parametrize(
+    "making",
+    [
+        "ones = Expand(one, shape) tri = Trilu<upper=0>(ones) c = Equal(tri, zero) m = Where(c, ninf, zero)",
+        "full = Expand(ninf, shape) m = Trilu<upper=1>(full, i1)",
+    ],
+)
+def test_triangles_that_broadcast(making: str, shape: str) -> None:
+    """A triangle of one row (or column) hides the same keys from every query: that is not causal."""
+    start = f"n1 = Shape<start=2,end=3>(q) shape = Concat<axis=0>({shape})"
+    model, _ = fuse_and_check(parse(masked(f"{start} {making}"), SELF, Y), *SIZES)
+    assert "is_causal" not in attributes(nodes(model)[0])
+
+
+def test_positions_of_another_length() -> None:
+    """Positions of the tokens of something else, which may be a single one: no proof for the keys."""
+    making = f"""
+        {POSITIONS} x1 = Shape(x) xn = Squeeze(x1) others = Range(i0, xn, i1) jj = Unsqueeze(others, a4)
+        c = LessOrEqual(jj, i) m = Where(c, zero, ninf)
+    """
+    model = parse(masked(making), f"{SELF}, float[x] x", Y)
+    model, _ = fuse_and_check(model, *({**sizes, "x": x} for sizes in SIZES for x in (1, sizes["s"])))
+    assert "is_causal" not in attributes(nodes(model)[0])
+
+
+@pytest.mark.parametrize("kind", [3, 9])  # int8, bool
+def test_positions_that_wrap_around(kind: int) -> None:
+    making = f"""
+        {POSITIONS} small = Cast<to={kind}>(range) wide = Cast<to=7>(small)
+        i2 = Unsqueeze(wide, a3) j2 = Unsqueeze(wide, a4) c = LessOrEqual(j2, i2) m = Where(c, zero, ninf)
+    """
+    fuse_and_check(parse(masked(making), SELF, Y), {"b": 1, "s": 3}, {"b": 1, "s": 150})
+
+
+HIDDEN = "another value than before"
+
+
+@pytest.mark.parametrize(
+    ("combine", "remark"),
+    [
+        ("one_mask = Add(raw, causal) scores = Add(one_mask, pad)", HIDDEN),
+        ("one_mask = Add(raw, pad) scores = Where(future, low, one_mask)", HIDDEN),
+        ("one_mask = Where(padded, low, raw) scores = Where(future, ninf, one_mask)", HIDDEN),
+        ("one_mask = Where(padded, ninf, raw) scores = Where(future, low, one_mask)", HIDDEN),
+        ("one_mask = Where(padded, low, raw) scores = Where(future, low, one_mask)", ""),
+        ("one_mask = Add(raw, pad) scores = Where(future, ninf, one_mask)", ""),
+    ],
+)
+def test_rows_that_two_masks_hide_together(combine: str, remark: str) -> None:
+    """Left padding under a triangle: either the rows stay as they were, or the report says that they do not."""
+    making = f"""
+        {POSITIONS} future = Greater(j, i) causal = Where(future, low, zero)
+        kept = Unsqueeze(padding, a12) bool = Cast<to=9>(kept) padded = Not(bool) pad = Where(padded, low, zero)
+    """
+    model = parse(masked(making, combine=combine), f"{SELF}, int64[b,s] padding", Y)
+    right, left = np.array([[1, 1, 1, 0], [1, 1, 0, 0]]), np.array([[0, 0, 1, 1], [0, 1, 1, 1]])
+    fused, report = fuse_and_check(model, {"b": 2, "s": 4}, padding=right)
+    assert attributes(nodes(fused)[0])["is_causal"] == 1
+    assert (remark in report.sites[0].reason) if remark else not report.sites[0].reason
+    if not remark:
+        fuse_and_check(model, {"b": 2, "s": 4}, padding=left)
 
 
 def test_constant_triangle_sliced() -> None:

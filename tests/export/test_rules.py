@@ -212,6 +212,33 @@ def test_probabilities_used() -> None:
     assert "output_attentions" in report.sites[0].reason
 
 
+@pytest.mark.parametrize("product", ["y = Gemm<alpha=3.0>(p, v)", "y = com.microsoft.FusedMatMul<alpha=3.0>(p, v)"])
+def test_product_with_values_that_is_scaled(product: str) -> None:
+    body = f"scores = Gemm<transB=1, alpha=0.5>(q, k) p = Softmax(scores) {product}"
+    model = parse(body, "float[s,8] q, float[s,8] k, float[s,8] v", "float[s,8] y")
+    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    _, report = fuse(model)
+    assert report.fused == 0
+    assert "multiplied by 3.0" in report.sites[0].reason
+
+
+@pytest.mark.parametrize("own", [0, 1])
+def test_products_of_other_domains(own: int) -> None:
+    """A function that happens to be called MatMul."""
+    products = ["own.MatMul" if index == own else "MatMul" for index in range(2)]
+    model = onnx.parser.parse_model(f"""
+        <ir_version: 10, opset_import: ["" : 18, "own" : 1]>
+        graph ({QKV}) => ({Y}) {{
+            kt = Transpose<perm=[0,1,3,2]>(k) scores = {products[0]}(q, kt)
+            p = Softmax(scores) y = {products[1]}(p, v)
+        }}
+        <domain: "own", opset_import: ["" : 18]> MatMul (a, b) => (c) {{ d = MatMul(a, b) c = Neg(d) }}
+    """)
+    model.graph.value_info.append(helper.make_tensor_value_info("scores", onnx.TensorProto.FLOAT, ["b", 2, "s", "s"]))
+    fused, report = fuse(model)
+    assert fused is model, str(report)
+
+
 def test_probabilities_used_inside() -> None:
     _, report = fuse_and_check(parse(PLAIN + "z = Relu(p)", QKV, f"{Y}, float[b,2,s,s] z"), fused=0, total=1)
     assert "used more than once" in report.sites[0].reason
@@ -246,6 +273,13 @@ def test_softmax_not_attention() -> None:
     fuse_and_check(parse(linear, QKV, Y), fused=0)
 
 
+@pytest.mark.parametrize("inputs", ["n", "n, n, two"])
+def test_arithmetic_of_shapes_with_any_number_of_inputs(inputs: str) -> None:
+    """Min takes one or more."""
+    body = f"two = Constant<value_ints=[2]>() n = Shape<start=2,end=3>(q) m = Min({inputs}) {PLAIN}"
+    fuse_and_check(parse(body, QKV, f"{Y}, int64[1] m"), *SIZES)
+
+
 def test_nothing_to_fuse_is_the_same_model() -> None:
     model = parse("y = Relu(x)", "float[n] x", "float[n] y")
     result, report = fuse(model)
@@ -260,6 +294,23 @@ def test_unknown_ranks() -> None:
     result, report = fuse(model)
     assert result is model
     assert "rank" in report.sites[0].reason
+
+
+@pytest.mark.parametrize("size", ["?", "?0", -1])
+def test_sizes_that_mean_any_size(size: str | int) -> None:
+    """Some exporters name every open dimension "?", or write -1: that proves no two of them equal."""
+    inputs = "float[b,2,s,8] q, float[b,2,s,8] k, float[b,2,s,8] v, float[s,s] m"
+    body = PLAIN.replace("scores = MatMul(q, kt)", "raw = MatMul(q, kt) scores = Add(raw, m)")
+    model = parse(body, inputs, "float[b,2,s,e] y")
+    for value in (*model.graph.input, *model.graph.output):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param and isinstance(size, str):
+                dim.dim_param = size
+            elif dim.dim_param:
+                dim.dim_value = size
+    _, report = fuse(model)
+    assert report.fused == 0
+    assert report.total == 1
 
 
 def test_two_key_lengths_are_not_one() -> None:
