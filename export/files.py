@@ -25,7 +25,12 @@ class Source:
         """The model in the type in which it came; the original itself if nothing changed."""
         if not changed:
             return self.original
-        return self.model if isinstance(self.original, ir.Model) else ir.to_proto(self.model)
+        if isinstance(self.original, ir.Model):
+            return self.model
+        try:
+            return ir.to_proto(self.model)
+        except Exception as error:
+            raise ValueError(f"the model is not a valid ONNX model: {_root(error)}") from error
 
 
 def load(model: AnyModel) -> Source:
@@ -60,10 +65,14 @@ def _checked(proto: onnx.ModelProto, what: str) -> ir.Model:
     try:
         return ir.from_proto(proto)
     except Exception as error:
-        root: BaseException = error
-        while root.__cause__ is not None:  # onnx-ir says where it was, its cause what is wrong
-            root = root.__cause__
-        raise ValueError(f"{what} is not a valid ONNX model: {root}") from error
+        raise ValueError(f"{what} is not a valid ONNX model: {_root(error)}") from error
+
+
+def _root(error: BaseException) -> BaseException:
+    """What is wrong: onnx-ir says where it was, its cause what."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def _external(model: ir.Model) -> list[ir.ExternalTensor]:
@@ -92,6 +101,8 @@ def save(source: Source, output: str | os.PathLike[str], changed: bool) -> None:
     target = pathlib.Path(output)
     if not target.parent.is_dir():
         raise FileNotFoundError(f"cannot write '{target}': there is no folder '{target.parent}'")
+    if target.is_dir():
+        raise IsADirectoryError(f"cannot write '{target}': it is a folder")
     model = source.model
     external = _external(model)
     moves = external and (source.path is None or source.path.resolve().parent != target.resolve().parent)

@@ -165,6 +165,20 @@ def test_mismatches_are_errors() -> None:
         flashonnx.verify(plain(), half)
 
 
+@pytest.mark.parametrize("content", [b"", b"this is no model", b"\x08\x0a"])
+def test_broken_files_are_named(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "broken.onnx"
+    path.write_bytes(content)
+    for model, name in ((path, "broken.onnx"), (content, "the model")):
+        with pytest.raises(ValueError, match=f"{name}.* is not an ONNX model"):
+            flashonnx.verify(model, model)
+
+
+def test_no_case_at_all_is_no_agreement() -> None:
+    with pytest.raises(ValueError, match="at least one case"):
+        flashonnx.verify(plain(), plain(), [])
+
+
 def test_bad_requests() -> None:
     with pytest.raises(ValueError, match="no input has a dimension 'length'; there are batch, sequence"):
         flashonnx.verify(plain(), fused(), dims={"length": 3})

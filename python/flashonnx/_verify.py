@@ -226,13 +226,24 @@ class _Candidate:
 def _load(model: Any) -> onnx.ModelProto:
     import onnx
 
-    if isinstance(model, (str, os.PathLike)):
-        return onnx.load(os.fspath(model))
     if isinstance(model, onnx.ModelProto):
         return model
-    if isinstance(model, (bytes, bytearray)):
-        return onnx.load_model_from_string(bytes(model))
+    is_file = isinstance(model, (str, os.PathLike))
+    if is_file or isinstance(model, (bytes, bytearray)):
+        try:
+            proto = onnx.load(os.fspath(model)) if is_file else onnx.load_model_from_string(bytes(model))
+        except OSError:
+            raise
+        except Exception as error:  # protobuf's own exceptions differ between its versions
+            raise ValueError(f"verify: {_name(model)} is not an ONNX model: {_line(error)}") from error
+        if not proto.HasField("graph"):
+            raise ValueError(f"verify: {_name(model)} is not an ONNX model: it has no graph")
+        return proto
     raise TypeError(f"verify: expected a path, bytes, an onnx.ModelProto or a session, got {type(model).__name__}")
+
+
+def _name(model: Any) -> str:
+    return "the model" if isinstance(model, (bytes, bytearray)) else f"'{os.fspath(model)}'"
 
 
 def _line(error: Exception) -> str:
@@ -286,6 +297,8 @@ def _cases(original: _Candidate, inputs: Any, dims: Any, verdict: Verdict) -> li
         if dims is not None:
             raise ValueError("verify: dims describes generated inputs; it cannot be given together with inputs")
         given = [inputs] if isinstance(inputs, Mapping) else list(inputs)
+        if not given:
+            raise ValueError("verify: inputs are expected for at least one case, got none")
         for feeds in given:
             if set(feeds) != set(original.inputs):
                 raise ValueError(f"verify: inputs are expected for {original.inputs}, got {sorted(feeds)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -176,6 +177,37 @@ def test_invalid_graphs() -> None:
         fuse(double)
     with pytest.raises(ValueError, match="no graph or imports no opset"):
         fuse(onnx.ModelProto())
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda node: node.ClearField("input"),
+        lambda node: node.ClearField("output"),
+        lambda node: node.attribute[0].CopyFrom(helper.make_attribute("perm", [0, 1, 9, 2])),
+        lambda node: node.attribute[0].CopyFrom(helper.make_attribute("perm", [2**62] * 4)),
+        lambda node: node.attribute[0].CopyFrom(helper.make_attribute("perm", "none")),
+        lambda node: node.attribute[0].CopyFrom(helper.make_attribute("perm", 1.5)),
+        lambda node: setattr(node, "op_type", "Reshape"),
+        lambda node: setattr(node, "op_type", "Concat"),
+        lambda node: setattr(node, "op_type", "Slice"),
+        lambda node: setattr(node, "op_type", "Range"),
+        lambda node: setattr(node, "op_type", "Einsum"),
+    ],
+)
+def test_nodes_that_make_no_sense(model: onnx.ModelProto, damage: Callable[[onnx.NodeProto], None]) -> None:
+    """They are left to the runtime, which names them; nothing is proved from them."""
+    damage(model.graph.node[4])  # K^T
+    before = model.SerializeToString()
+    result, report = fuse(model)
+    assert report.fused == 0
+    assert result.SerializeToString() == before
+
+
+def test_output_that_is_a_folder(model: onnx.ModelProto, tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError, match="it is a folder"):
+        fuse(model, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_old_opset(model: onnx.ModelProto) -> None:
