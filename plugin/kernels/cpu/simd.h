@@ -244,13 +244,15 @@ FLASHONNX_INLINE Vec reduce_each(const Vec* rows, Combine combine) {
     transpose_quads(block);
     quads[n] = combine(combine(block[0], block[1]), combine(block[2], block[3]));
   }
+  if constexpr (kQuads > 1) {
 #pragma GCC unroll 2
-  for (int count = kQuads; count > 1; count /= 2) {
+    for (int count = kQuads; count > 1; count /= 2) {
 #pragma GCC unroll 2
-    for (int n = 0; n < count / 2; ++n) {
-      const Vec even = every_other_quad<0>(quads[2 * n], quads[2 * n + 1], AllLanes{});
-      const Vec odd = every_other_quad<1>(quads[2 * n], quads[2 * n + 1], AllLanes{});
-      quads[n] = combine(even, odd);
+      for (int n = 0; n < count / 2; ++n) {
+        const Vec even = every_other_quad<0>(quads[2 * n], quads[2 * n + 1], AllLanes{});
+        const Vec odd = every_other_quad<1>(quads[2 * n], quads[2 * n + 1], AllLanes{});
+        quads[n] = combine(even, odd);
+      }
     }
   }
   return quads[0];
