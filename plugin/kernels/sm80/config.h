@@ -9,8 +9,7 @@
 
 namespace flashonnx::sm80 {
 
-template <int kDim_, int kRowTiles_, int kWarps_, int kKeys_, int kBlocks_, int kStages_ = 1,
-          int kQuerySteps_ = 0>
+template <int kDim_, int kRowTiles_, int kWarps_, int kKeys_, int kBlocks_, int kQuerySteps_ = 0>
 struct Tiling {
   static constexpr int kDim = kDim_;
   static constexpr int kRowTiles = kRowTiles_;
@@ -21,7 +20,6 @@ struct Tiling {
   static constexpr int kKeys = kKeys_;
   static constexpr int kBlocks =
       kBlocks_;  // meant to be resident on a multiprocessor: sets the registers of a thread
-  static constexpr int kStages = kStages_;
   static constexpr int kQuerySteps = kQuerySteps_;  // times 16 features of Q stay in registers
 
   static constexpr int kKeyTiles =
@@ -37,16 +35,21 @@ struct Tiling {
   static constexpr int kBiases = 4 * kBiasRun;
   static constexpr int kQueryBytes = kQueries * kDim * 2;
   static constexpr int kKeyBytes = kKeys * kDim * 2;
-  static constexpr int kSharedBytes = kQueryBytes + 2 * kStages * kKeyBytes + 2 * kBiases * 4;
+  static constexpr int kSharedBytes = kQueryBytes + 2 * kKeyBytes + 2 * kBiases * 4;
 };
 
+// The same queries with the fewest keys at a time, for the walk of careful.cuh: it needs registers
+// for other things.
+template <class C>
+using CarefulTiling = Tiling<C::kDim, C::kRowTiles, C::kWarps, 32, C::kBlocks>;
+
 //                       dim  row tiles  warps  keys  blocks    queries  shared memory
-using Tiling32 = Tiling<32, 2, 4, 64, 3>;          //  128      16.5 KB
-using Tiling64 = Tiling<64, 2, 4, 128, 2>;         //  128      49 KB
-using Tiling96 = Tiling<96, 2, 4, 64, 2>;          //  128      48.5 KB
-using Tiling128 = Tiling<128, 2, 4, 64, 2>;        //  128      64.5 KB
-using Tiling192 = Tiling<192, 1, 8, 64, 1, 1, 4>;  //  128      96.5 KB
-using Tiling256 = Tiling<256, 1, 4, 64, 2, 1, 8>;  // 64  96.5 KB
+using Tiling32 = Tiling<32, 2, 4, 64, 3>;       //  128      16.5 KB
+using Tiling64 = Tiling<64, 2, 4, 128, 2>;      //  128      49 KB
+using Tiling96 = Tiling<96, 2, 4, 64, 2>;       //  128      48.5 KB
+using Tiling128 = Tiling<128, 2, 4, 64, 2>;     //  128      64.5 KB
+using Tiling192 = Tiling<192, 1, 8, 64, 1, 4>;  //  128      96.5 KB
+using Tiling256 = Tiling<256, 1, 4, 64, 2, 8>;  //   64      96.5 KB
 
 // The least opt-in shared memory of any device of compute capability 8.0 and up (8.6, 8.9
 // and 12.0).

@@ -1,26 +1,17 @@
 // The kernel: one block per tile of queries of one head, in one pass over the keys that its queries
 // may see.
 //
-// With one stage, K and V have one tile each: V is copied while Q K^T runs, the next K during
-// softmax and P V. With two, both tiles of the next keys are copied during the whole step, for one
-// barrier less.
+// K and V have one tile each: V is copied while Q K^T runs, the next K during softmax and P V.
 #pragma once
 
-#include "kernels/sm80/repair.cuh"
+#include "kernels/sm80/careful.cuh"
+#include "kernels/sm80/epilogue.cuh"
 
 namespace flashonnx::sm80 {
 
 struct Work {
   int32_t batch, head, kv_head, first_query;
 };
-
-// The block's index, each time anew: what is computed from it again need not stay in registers
-// meanwhile.
-__device__ __forceinline__ uint32_t block_index() {
-  uint32_t x;
-  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
-  return x;
-}
 
 template <class C>
 __device__ __forceinline__ Work work_of(const Plan& plan, uint32_t block) {
@@ -58,7 +49,7 @@ __device__ __forceinline__ void multiply_keys(uint32_t queries, const QueryFragm
 #pragma unroll
     for (int n = 0; n < C::kKeyTiles; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) scores[r][n][i] = 0.f;
+      for (int i = 0; i < 4; ++i) scores.at[r][n][i] = 0.f;
     }
   }
 #pragma unroll
@@ -72,56 +63,23 @@ __device__ __forceinline__ void multiply_keys(uint32_t queries, const QueryFragm
       load_matrices(k, L::advance(keys, d) + 2 * n * C::kDim * 2);
 #pragma unroll
       for (int r = 0; r < C::kRowTiles; ++r) {
-        multiply<T>(scores[r][n], q[r], k[0], k[1]);
-        multiply<T>(scores[r][n + 1], q[r], k[2], k[3]);
+        multiply<T>(scores.at[r][n], q[r], k[0], k[1]);
+        multiply<T>(scores.at[r][n + 1], q[r], k[2], k[3]);
       }
     }
   }
 }
 
-// Which rows hold a NaN (or an infinity: it is zero times them that is looked at).
-template <class C>
-__device__ __forceinline__ void find_lost_rows(const RowState<C>& state,
-                                               uint32_t (&lost)[C::kRowTiles][2]) {
-#pragma unroll
-  for (int r = 0; r < C::kRowTiles; ++r) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float sum = 0.f;
-#pragma unroll
-      for (int d = 0; d < C::kDimTiles; ++d) {
-        sum = fmaf(state.output[r][d][2 * h], 0.f, fmaf(state.output[r][d][2 * h + 1], 0.f, sum));
-      }
-      lost[r][h] = __ballot_sync(0xffffffffu, quad_sum(sum) != 0.f);
-    }
-  }
-}
-
-// Rows that few problems have: `lost` ones hold a NaN, `empty` ones saw no key. Bit 4 i of an entry
-// is row i.
+// Rows that saw no key get the mean of V. Bit 4 i of an entry of `empty` is row i. Every thread of
+// the block calls this.
 template <class T, class C>
-__device__ __forceinline__ void mend_rows(const Problem& p, const Plan& plan, const Lane& lane,
-                                          const Work& work, const uint32_t (&lost)[C::kRowTiles][2],
-                                          uint32_t (&empty)[C::kRowTiles][2], float* scratch) {
-  bool any_empty = false;
-  const int first = work.first_query + lane.warp * C::kWarpQueries;
-  __syncwarp();  // the rows have been stored by other lanes
+__device__ __forceinline__ void store_means(const Problem& p, const Lane& lane, const Work& work,
+                                            const uint32_t (&empty)[C::kRowTiles][2],
+                                            float* scratch) {
+  bool any = false;
 #pragma unroll
-  for (int r = 0; r < C::kRowTiles; ++r) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-#pragma unroll 1
-      for (uint32_t rows = lost[r][h] & 0x11111111u; rows != 0; rows &= rows - 1) {
-        const int query = first + r * 16 + h * 8 + (__ffs(rows) - 1) / 4;
-        if (query < p.q_length &&
-            !repair_row<T, C>(p, plan, lane.lane, work.batch, work.head, query)) {
-          empty[r][h] |= rows & -rows;
-        }
-      }
-      any_empty |= empty[r][h] != 0;
-    }
-  }
-  if (!p.empty_row_mean || !__syncthreads_or(any_empty)) return;
+  for (int r = 0; r < C::kRowTiles; ++r) any |= (empty[r][0] | empty[r][1]) != 0;
+  if (!__syncthreads_or(any)) return;
   const T* v = static_cast<const T*>(p.v.data) + work.batch * p.v.batch + work.kv_head * p.v.head;
   mean_of_values<T, C>(v, p.v.row, key_length_of(p, work.batch), p.value_dim, lane, scratch);
 #pragma unroll
@@ -130,7 +88,8 @@ __device__ __forceinline__ void mend_rows(const Problem& p, const Plan& plan, co
     for (int h = 0; h < 2; ++h) {
 #pragma unroll 1
       for (uint32_t rows = empty[r][h] & 0x11111111u; rows != 0; rows &= rows - 1) {
-        const int query = first + r * 16 + h * 8 + (__ffs(rows) - 1) / 4;
+        const int query =
+            work.first_query + lane.warp * C::kWarpQueries + r * 16 + h * 8 + (__ffs(rows) - 1) / 4;
         if (query >= p.q_length) continue;
         const int64_t at = work.batch * p.o.batch + work.head * p.o.head + query * p.o.row;
         for (int d = lane.lane; d < p.value_dim; d += 32) store_element(p, at + d, scratch[d]);
@@ -145,7 +104,7 @@ __device__ __forceinline__ void finish(const Problem& p, const Plan& plan, const
                                        RowState<C>& state, unsigned char* memory) {
   const Work work = work_of<C>(plan, block_index());
   const int first = work.first_query + lane.warp * C::kWarpQueries;
-  uint32_t lost[C::kRowTiles][2] = {}, empty[C::kRowTiles][2];
+  uint32_t empty[C::kRowTiles][2];
 #pragma unroll
   for (int r = 0; r < C::kRowTiles; ++r) {
 #pragma unroll
@@ -160,154 +119,213 @@ __device__ __forceinline__ void finish(const Problem& p, const Plan& plan, const
       empty[r][h] = __ballot_sync(0xffffffffu, sum == 0.f);
       const int query = first + r * 16 + h * 8 + lane.row;
       if (p.lse.data && lane.quad == 0 && query < p.q_length) {
-        static_cast<float*>(
-            p.lse.data)[work.batch * p.lse.batch + work.head * p.lse.head + query * p.lse.row] =
-            natural_lse(state.maximum[r][h], sum);
+        float* lse = static_cast<float*>(p.lse.data) + work.batch * p.lse.batch +
+                     work.head * p.lse.head + query * p.lse.row;
+        *lse = natural_lse(state.maximum[r][h], sum);
       }
     }
   }
-  if (p.mask.data || p.left >= 0 || p.right >= 0) find_lost_rows<C>(state, lost);
   const int64_t at = work.batch * p.o.batch + work.head * p.o.head + first * p.o.row;
   store_rows<T, C>(p, plan, lane, at, p.q_length - first, state.output,
                    shared_address(memory) + lane.warp * C::kWarpQueries * C::kDim * 2);
-  mend_rows<T, C>(p, plan, lane, work, lost, empty,
-                  reinterpret_cast<float*>(memory + C::kQueryBytes));
+  if (p.empty_row_mean) {
+    store_means<T, C>(p, lane, work, empty, reinterpret_cast<float*>(memory + C::kQueryBytes));
+  }
 }
 
-template <class T, class C, bool kGeneral>
-__global__ void __launch_bounds__(C::kThreads, C::kBlocks)
-    attention(const __grid_constant__ Problem p, const __grid_constant__ Plan plan) {
-  extern __shared__ __align__(128) unsigned char memory[];
-  const uint32_t shared_q = shared_address(memory);
-  const uint32_t shared_k = shared_q + C::kQueryBytes;
-  const uint32_t shared_v = shared_k + C::kStages * C::kKeyBytes;
-  float* const biases =
-      reinterpret_cast<float*>(memory + C::kQueryBytes + 2 * C::kStages * C::kKeyBytes);
-
+// Where a block's data stands, and which tiles of keys it walks over.
+template <class T, class C>
+struct Block {
+  const Problem& p;
+  const Plan& plan;
   const Lane lane;
-  const Work work = work_of<C>(plan, block_index());
-  const int first_query = work.first_query;
-  const T* q = static_cast<const T*>(p.q.data) + work.batch * p.q.batch + work.head * p.q.head +
-               first_query * p.q.row;
-  load_tile<C, QueryLayout<C>, C::kQueries>(shared_q, q, p.q.row, p.q_length - first_query,
-                                            p.head_dim, plan.q_vectors);
+  const Work work;
+  const uint32_t shared_q, shared_k, shared_v;
+  float* const biases;    // of the keys of two tiles
+  uint32_t* const flags;  // see careful.cuh
+  KeyRange range;
+  int first_tile, last_tile;   // first > last: no query sees a key
+  int clear_begin, clear_end;  // keys that all queries see
+  const T *k, *v;
 
-  const KeyRange range = key_range(p, key_length_of(p, work.batch));
-  const int last_query = min(first_query + C::kQueries, p.q_length) - 1;
-  const int begin = range.lower(first_query), end = range.upper(last_query);  // what any query sees
-  const int clear_begin = range.lower(last_query),
-            clear_end = range.upper(first_query);  // what all queries see
-  const int first_tile = begin / C::kKeys;
-  const int last_tile = begin < end ? (end - 1) / C::kKeys : first_tile - 1;
-
-  const T* const k =
-      static_cast<const T*>(p.k.data) + work.batch * p.k.batch + work.kv_head * p.k.head;
-  const T* const v =
-      static_cast<const T*>(p.v.data) + work.batch * p.v.batch + work.kv_head * p.v.head;
-  const auto load_keys = [&](int tile) {
-    const int64_t first = int64_t{tile} * C::kKeys;
-    load_tile<C, KeyLayout<C>, C::kKeys>(
-        shared_k + tile % C::kStages * C::kKeyBytes, k + first * p.k.row, p.k.row,
-        range.limit - static_cast<int>(first), p.head_dim, plan.k_vectors);
-  };
-  const auto load_values = [&](int tile) {
-    const int64_t first = int64_t{tile} * C::kKeys;
-    load_tile<C, KeyLayout<C>, C::kKeys>(
-        shared_v + tile % C::kStages * C::kKeyBytes, v + first * p.v.row, p.v.row,
-        range.limit - static_cast<int>(first), p.value_dim, plan.v_vectors);
-  };
-  // A mask that does not depend on the query is read once per key, a tile ahead, by as many
-  // threads.
-  const bool mask_per_query = kGeneral && p.mask.data && !plan.mask_per_key;
-  const bool per_key = kGeneral && plan.mask_per_key && threadIdx.x < C::kKeys;
-  const int thread_key = last_tile * C::kKeys + static_cast<int>(threadIdx.x);
-  const char* mask_at = mask_element(p, plan, work.batch, work.head, 0, thread_key);
-  float* const bias_at = biases + threadIdx.x / C::kRun * C::kBiasRun + threadIdx.x % C::kRun;
-  const auto store_bias = [&](int tile, uint32_t bits) {  // returns whether it changes a score
-    const float bias = mask_bias(bits, p.mask_dtype);
-    bias_at[tile % 2 * C::kBiases] = bias;
-    return bias != 0.f;
-  };
-
-  bool biased = false;
-  if (first_tile <= last_tile) {
-    load_keys(last_tile);
-    if constexpr (C::kStages == 2) load_values(last_tile);
-    if (per_key) {
-      const bool inside = thread_key < range.limit;
-      biased = store_bias(last_tile, inside ? mask_bits(mask_at, plan.mask_bytes) : 0);
-    }
+  __device__ __forceinline__ Block(const Problem& p, const Plan& plan, unsigned char* memory)
+      : p(p),
+        plan(plan),
+        work(work_of<C>(plan, block_index())),
+        shared_q(shared_address(memory)),
+        shared_k(shared_q + C::kQueryBytes),
+        shared_v(shared_k + C::kKeyBytes),
+        biases(reinterpret_cast<float*>(memory + C::kQueryBytes + 2 * C::kKeyBytes)),
+        flags(reinterpret_cast<uint32_t*>(biases + 2 * C::kBiases)) {
+    // Q first: the rest is computed while it is on its way.
+    const T* q = static_cast<const T*>(p.q.data) + work.batch * p.q.batch + work.head * p.q.head +
+                 work.first_query * p.q.row;
+    load_tile<C, QueryLayout<C>, C::kQueries>(shared_q, q, p.q.row, p.q_length - work.first_query,
+                                              p.head_dim, plan.q_vectors);
+    range = key_range(p, key_length_of(p, work.batch));
+    const int last_query = min(work.first_query + C::kQueries, p.q_length) - 1;
+    const int begin = range.lower(work.first_query), end = range.upper(last_query);
+    clear_begin = range.lower(last_query), clear_end = range.upper(work.first_query);
+    first_tile = begin / C::kKeys;
+    last_tile = begin < end ? (end - 1) / C::kKeys : first_tile - 1;
+    k = static_cast<const T*>(p.k.data) + work.batch * p.k.batch + work.kv_head * p.k.head;
+    v = static_cast<const T*>(p.v.data) + work.batch * p.v.batch + work.kv_head * p.v.head;
   }
+
+  __device__ __forceinline__ void load_keys(int tile) const {
+    const int first = tile * C::kKeys;
+    load_tile<C, KeyLayout<C>, C::kKeys>(shared_k, k + first * p.k.row, p.k.row,
+                                         range.limit - first, p.head_dim, plan.k_vectors);
+  }
+  __device__ __forceinline__ void load_values(int tile) const {
+    const int first = tile * C::kKeys;
+    load_tile<C, KeyLayout<C>, C::kKeys>(shared_v, v + first * p.v.row, p.v.row,
+                                         range.limit - first, p.value_dim, plan.v_vectors);
+  }
+
   // The lane's rows for ldmatrix: two blocks of 8 rows by two chunks. In blocks of keys, row i
   // belongs to run i / 2.
-  const int i = lane.lane % 8, run_key = i / 2 * C::kRun + i % 2;
-  const uint32_t lane_q =
-      shared_q +
-      QueryLayout<C>::offset(lane.warp * C::kWarpQueries + lane.lane % 16, lane.lane / 16);
-  const uint32_t lane_k =
-      shared_k + KeyLayout<C>::offset(run_key + lane.lane / 16 * 2, lane.lane / 8 % 2);
-  const uint32_t lane_v =
-      shared_v + KeyLayout<C>::offset(run_key + lane.lane / 8 % 2 * 2, lane.lane / 16);
+  __device__ __forceinline__ uint32_t lane_q() const {
+    return shared_q +
+           QueryLayout<C>::offset(lane.warp * C::kWarpQueries + lane.lane % 16, lane.lane / 16);
+  }
+  __device__ __forceinline__ uint32_t lane_k() const {
+    return shared_k + KeyLayout<C>::offset(run_key() + lane.lane / 16 * 2, lane.lane / 8 % 2);
+  }
+  __device__ __forceinline__ uint32_t lane_v() const {
+    return shared_v + KeyLayout<C>::offset(run_key() + lane.lane / 8 % 2 * 2, lane.lane / 16);
+  }
+  __device__ __forceinline__ int run_key() const {
+    return lane.lane % 8 / 2 * C::kRun + lane.lane % 2;
+  }
+};
 
+// A mask that does not depend on the query is read once per key, a tile ahead, by as many threads.
+template <class T, class C>
+struct KeyBiases {
+  const Block<T, C>& block;
+  const bool active;
+  const char* element;
+  uint32_t bits = 0;
+
+  __device__ __forceinline__ KeyBiases(const Block<T, C>& block, bool general)
+      : block(block),
+        active(general && block.plan.mask_per_key && threadIdx.x < C::kKeys),
+        element(mask_element(block.p, block.plan, block.work.batch, block.work.head, 0,
+                             block.last_tile * C::kKeys + static_cast<int>(threadIdx.x))) {}
+
+  __device__ __forceinline__ void read_last() {
+    const int key = block.last_tile * C::kKeys + static_cast<int>(threadIdx.x);
+    bits = active && key < block.range.limit ? mask_bits(element, block.plan.mask_bytes) : 0;
+  }
+  __device__ __forceinline__ void read_next() {
+    if (!active) return;
+    element -= C::kKeys * block.plan.mask_step;
+    bits = mask_bits(element, block.plan.mask_bytes);
+  }
+  // Returns whether this thread's bias changes scores.
+  __device__ __forceinline__ bool store(int tile) const {
+    if (!active) return false;
+    const float bias = mask_bias(bits, block.p.mask_dtype);
+    of(tile)[threadIdx.x / C::kRun * C::kBiasRun + threadIdx.x % C::kRun] = bias;
+    return bias != 0.f;
+  }
+  __device__ __forceinline__ float* of(int tile) const {
+    return block.biases + tile % 2 * C::kBiases;
+  }
+};
+
+// Scores, softmax and P V over all tiles, last to first.
+template <class T, class C, bool kGeneral, bool kCareful>
+__device__ __forceinline__ void walk(const Block<T, C>& block, RowState<C>& state) {
+  const Problem& p = block.p;
+  const Plan& plan = block.plan;
+  const Work& work = block.work;
+  KeyBiases<T, C> biases(block, kGeneral);
+  bool biased = false;
+  clear<C>(state);
+  if (block.first_tile <= block.last_tile) {
+    block.load_keys(block.last_tile);
+    biases.read_last();
+    biased = biases.store(block.last_tile);
+  }
   QueryFragments<C> queries;
-  if (C::kQuerySteps > 0 ||
-      first_tile > last_tile) {  // without keys, Q still has to arrive before its place is reused
-    copy_wait();
+  if (C::kQuerySteps > 0 || block.first_tile > block.last_tile) {
+    copy_wait();  // without keys too: Q has to arrive before its place is used again
     __syncthreads();
 #pragma unroll
-    for (int step = 0; step < C::kQuerySteps; ++step)
-      load_queries<C>(lane_q, 2 * step, queries[step]);
+    for (int step = 0; step < C::kQuerySteps; ++step) {
+      load_queries<C>(block.lane_q(), 2 * step, queries[step]);
+    }
   }
-  RowState<C> state;
-  clear(state);
+  const uint32_t lane_q = block.lane_q(), lane_k = block.lane_k(), lane_v = block.lane_v();
 #pragma unroll 1
-  for (int tile = last_tile; tile >= first_tile; --tile) {
+  for (int tile = block.last_tile; tile >= block.first_tile; --tile) {
     const int first_key = tile * C::kKeys;
-    const uint32_t stage = tile % C::kStages * C::kKeyBytes;
-    copy_wait();
+    const bool more = tile > block.first_tile;
+    copy_wait();  // K is here, and everybody is done with V
     bool general = false;
     if constexpr (kGeneral) {
       general = __syncthreads_or(biased) || plan.all_tiles;
     } else {
       __syncthreads();
     }
-    if constexpr (C::kStages == 1) {
-      load_values(tile);
-    } else if (tile > first_tile) {
-      load_keys(tile - 1);
-      load_values(tile - 1);
+    block.load_values(tile);
+    if (kGeneral && more) {
+      biases.read_next();
+      if (p.mask.data && !plan.mask_per_key) {
+        prefetch_mask<C>(p, plan, work.batch, work.head, work.first_query, first_key - C::kKeys);
+      }
     }
-    uint32_t next_bias = 0;
-    if (per_key && tile > first_tile) {
-      mask_at -= plan.mask_step;
-      next_bias = mask_bits(mask_at, plan.mask_bytes);
-    }
-    if (kGeneral && mask_per_query && tile > first_tile) {
-      prefetch_mask<C>(p, plan, work.batch, work.head, first_query, first_key - C::kKeys);
-    }
-
     Scores<C> scores;
-    multiply_keys<T, C>(lane_q, queries, lane_k + stage, scores);
-    if constexpr (C::kStages == 1) {
-      copy_wait();
+    multiply_keys<T, C>(lane_q, queries, lane_k, scores);
+    copy_wait();  // V is here, and everybody is done with K
+    __syncthreads();
+    if (more) block.load_keys(tile - 1);
+    if constexpr (kCareful) {
+      clean_values<T, C>(block.shared_v, block.flags);
       __syncthreads();
-      if (tile > first_tile) load_keys(tile - 1);
     }
     float factor = plan.factor;
     if (general) {
-      general_scores<C>(p, plan, lane, work.batch, work.head, first_query, first_key, range.limit,
-                        biases + tile % 2 * C::kBiases, scores);
+      general_scores<C, kCareful>(p, plan, block.lane, work.batch, work.head, work.first_query,
+                                  first_key, block.range.limit, biases.of(tile), scores);
       factor = 1.f;
     }
-    if (first_key < clear_begin || first_key + C::kKeys > clear_end) {
-      apply_bounds<C>(range, lane, first_query, first_key, scores);
+    if (first_key < block.clear_begin || first_key + C::kKeys > block.clear_end) {
+      apply_bounds<C>(block.range, block.lane, work.first_query, first_key, scores);
     }
     raise_maxima<C>(scores, factor, state);
-    add_values<T, C>(scores, factor, lane_v + stage, state);
-    if (per_key && tile > first_tile) biased = store_bias(tile - 1, next_bias);
+    if constexpr (kCareful) {
+      add_nonfinite<T, C>(block.lane, scores, factor, block.flags, block.v + first_key * p.v.row,
+                          p.v.row, p.value_dim, state);
+    }
+    add_values<T, C>(scores, factor, lane_v, state);
+    if (kGeneral && more) biased = biases.store(tile - 1);
   }
+}
 
-  finish<T, C>(p, plan, lane, state, memory);
+// A function of its own, so that its needs do not show in the registers of the other walk.
+template <class T, class C, bool kGeneral>
+__device__ __noinline__ void attend_carefully(const Problem& p, const Plan& plan,
+                                              unsigned char* memory) {
+  RowState<C> state;
+  walk<T, C, kGeneral, true>(Block<T, C>(p, plan, memory), state);
+  finish<T, C>(p, plan, Lane(), state, memory);
+}
+
+template <class T, class C, bool kGeneral>
+__global__ void __launch_bounds__(C::kThreads, C::kBlocks)
+    attention(const __grid_constant__ Problem p, const __grid_constant__ Plan plan) {
+  unsigned char* const memory = shared_memory();
+  RowState<C> state;
+  walk<T, C, kGeneral, false>(Block<T, C>(p, plan, memory), state);
+  const bool may_be_masked = p.mask.data || p.left >= 0 || p.right >= 0;
+  if (may_be_masked && __syncthreads_or(holds_nan<C>(state))) {
+    attend_carefully<T, CarefulTiling<C>, kGeneral>(p, plan, memory);
+  } else {
+    finish<T, C>(p, plan, Lane(), state, memory);
+  }
 }
 
 }  // namespace flashonnx::sm80

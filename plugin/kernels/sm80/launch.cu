@@ -27,6 +27,7 @@ Plan plan_of(const Params& params) {
   plan.q_heads = Divider(static_cast<uint32_t>(params.q_heads));
   plan.group = Divider(static_cast<uint32_t>(group));
   plan.mask_bytes = size_of(params.mask.dtype);
+  plan.mask_step = params.mask.stride[3] * plan.mask_bytes;
   plan.mask_per_key = mask && (params.mask.stride[2] == 0 || params.q_length == 1);
   plan.all_tiles = params.softcap > 0 || !(params.scale > 0) || (mask && !plan.mask_per_key);
   plan.factor = params.scale * kLog2e;
@@ -51,7 +52,8 @@ const char* refusal(const Params& params) {
   if (params.q_length > kMaxPositions || params.kv_length > kMaxPositions - params.q_length) {
     return "counts queries and keys together up to 2^31";
   }
-  if ((params.q_length + 63) / 64 > std::numeric_limits<int32_t>::max() / heads) {
+  if ((params.q_length + 63) / 64 >
+      std::numeric_limits<int32_t>::max() / std::max<int64_t>(heads, 1)) {
     return "starts up to 2^31 blocks";
   }
   if (!params.fixed_split && heads <= kFewHeads && heads * params.q_length <= kFewQueries &&

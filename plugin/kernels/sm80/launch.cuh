@@ -18,13 +18,16 @@ flashonnx_status launch_kernel(const Problem& p, Plan plan, cudaStream_t stream)
   plan.row_tiles = (p.q_length + C::kQueries - 1) / C::kQueries;
   const unsigned blocks = static_cast<unsigned>(plan.row_tiles * p.batch_heads);
   plan.section_tiles = Divider(plan.section.divisor * plan.row_tiles);
-  plan.mask_step = C::kKeys * p.mask_key * plan.mask_bytes;
   const auto kernel = attention<T, C, kGeneral>;
   // Per device, so not once per process; it only writes a field of the loaded function.
   FLASHONNX_CUDA_CHECK(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes));
-  kernel<<<blocks, C::kThreads, C::kSharedBytes, stream>>>(p, plan);
-  return cuda_status(cudaGetLastError(), "sm80 attention kernel");
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(C::kThreads);
+  config.dynamicSmemBytes = C::kSharedBytes;
+  config.stream = stream;
+  return cuda_status(cudaLaunchKernelEx(&config, kernel, p, plan), "sm80 attention kernel");
 }
 
 template <class C>

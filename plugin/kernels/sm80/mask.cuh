@@ -2,8 +2,7 @@
 // Scores and biases are in powers of 2 from here on (natural ones times log2 e).
 //
 // The bounds select -infinity, whatever a score was. A mask's -infinity is added, which costs less
-// and comes to the same unless the masked score is infinite or NaN: then its row becomes NaN and is
-// computed again (repair.cuh).
+// and comes to the same unless the masked score is infinite or NaN: careful.cuh is about that.
 #pragma once
 
 #include <cfloat>
@@ -63,8 +62,14 @@ __device__ __forceinline__ float tanh_approximate(float x) {
   return fabsf(x) < 0.05f ? series : exponential;
 }
 
+// factor * score + bias. An infinite or NaN score needs care to become -infinity where the bias is.
+template <bool kCareful>
+__device__ __forceinline__ float add_bias(float score, float factor, float bias) {
+  return kCareful && bias == -INFINITY ? -INFINITY : fmaf(score, factor, bias);
+}
+
 // scores = factor * scores + bias of each key.
-template <class C>
+template <class C, bool kCareful>
 __device__ __forceinline__ void add_key_biases(const Lane& lane, float factor, const float* biases,
                                                Scores<C>& scores) {
 #pragma unroll
@@ -74,11 +79,11 @@ __device__ __forceinline__ void add_key_biases(const Lane& lane, float factor, c
     for (int r = 0; r < C::kRowTiles; ++r) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float (&a)[4] = scores[r][n], (&b)[4] = scores[r][n + 1];
-        a[2 * h] = fmaf(a[2 * h], factor, bias.x),
-              a[2 * h + 1] = fmaf(a[2 * h + 1], factor, bias.y);
-        b[2 * h] = fmaf(b[2 * h], factor, bias.z),
-              b[2 * h + 1] = fmaf(b[2 * h + 1], factor, bias.w);
+        float (&a)[4] = scores.at[r][n], (&b)[4] = scores.at[r][n + 1];
+        a[2 * h] = add_bias<kCareful>(a[2 * h], factor, bias.x);
+        a[2 * h + 1] = add_bias<kCareful>(a[2 * h + 1], factor, bias.y);
+        b[2 * h] = add_bias<kCareful>(b[2 * h], factor, bias.z);
+        b[2 * h + 1] = add_bias<kCareful>(b[2 * h + 1], factor, bias.w);
       }
     }
   }
@@ -87,14 +92,14 @@ __device__ __forceinline__ void add_key_biases(const Lane& lane, float factor, c
 // scores = factor * scores + mask, a row and a run of keys at a time. `row` + i * `row_stride` is
 // the thread's row i of the warp, its first key; `keys` of them are inside the mask, the bounds
 // remove the others. `vectors`: rows can be read by 16 bytes.
-template <class M, class C>
+template <class M, class C, bool kCareful>
 __device__ __forceinline__ void add_mask(const M* row, int64_t row_stride, int last_row,
                                          int64_t key_stride, int keys, bool vectors, float factor,
                                          Scores<C>& scores) {
-  struct alignas(16) Piece {
-    M at[16 / sizeof(M)];
+  constexpr int kVector = 16 / sizeof(M), kPiece = kVector < C::kRun ? kVector : C::kRun;
+  struct alignas(kPiece * sizeof(M)) Piece {
+    M at[kPiece];
   };
-  constexpr int kPiece = 16 / sizeof(M);
   static_assert(C::kRun % kPiece == 0);
 #pragma unroll
   for (int r = 0; r < C::kRowTiles; ++r) {
@@ -114,8 +119,8 @@ __device__ __forceinline__ void add_mask(const M* row, int64_t row_stride, int l
         }
 #pragma unroll
         for (int e = 0; e < kPiece; ++e) {
-          float& score = scores[r][(first + e) / 2][2 * h + e % 2];
-          score = fmaf(score, factor, mask_bias(piece.at[e]));
+          float& score = scores.at[r][(first + e) / 2][2 * h + e % 2];
+          score = add_bias<kCareful>(score, factor, mask_bias(piece.at[e]));
         }
       }
     }
@@ -152,7 +157,7 @@ __device__ __forceinline__ void prefetch_mask(const Problem& p, const Plan& plan
 }
 
 // Scale, soft cap and mask. After it the scores' factor is 1.
-template <class C>
+template <class C, bool kCareful>
 __device__ __forceinline__ void general_scores(const Problem& p, const Plan& plan, const Lane& lane,
                                                int64_t batch, int64_t head, int first_query,
                                                int first_key, int limit, const float* biases,
@@ -166,19 +171,19 @@ __device__ __forceinline__ void general_scores(const Problem& p, const Plan& pla
       for (int n = 0; n < C::kKeyTiles; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          scores[r][n][i] = plan.cap_out * tanh_approximate(plan.cap_in * scores[r][n][i]);
+          scores.at[r][n][i] = plan.cap_out * tanh_approximate(plan.cap_in * scores.at[r][n][i]);
       }
     }
   }
   if (plan.mask_per_key) {
-    add_key_biases<C>(lane, factor, biases, scores);
+    add_key_biases<C, kCareful>(lane, factor, biases, scores);
   } else if (p.mask.data) {
     const int query = min(first_query + lane.warp * C::kWarpQueries + lane.row, p.q_length - 1);
     const int key = first_key + lane.quad * C::kRun;
     const int64_t at =
         batch * p.mask.batch + head * p.mask.head + query * p.mask.row + key * p.mask_key;
     visit_mask(p, [&](auto* mask) {
-      add_mask<std::remove_const_t<std::remove_pointer_t<decltype(mask)>>, C>(
+      add_mask<std::remove_const_t<std::remove_pointer_t<decltype(mask)>>, C, kCareful>(
           mask + at, p.mask.row, p.q_length - 1 - query, p.mask_key, limit - key, plan.mask_vectors,
           factor, scores);
     });
@@ -188,7 +193,7 @@ __device__ __forceinline__ void general_scores(const Problem& p, const Plan& pla
 #pragma unroll
       for (int n = 0; n < C::kKeyTiles; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) scores[r][n][i] *= factor;
+        for (int i = 0; i < 4; ++i) scores.at[r][n][i] *= factor;
       }
     }
   }
@@ -209,7 +214,8 @@ __device__ __forceinline__ void apply_bounds(const KeyRange& range, const Lane& 
       for (int n = 0; n < C::kKeyTiles; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          if (static_cast<unsigned>(first + 2 * n + e) >= seen) scores[r][n][2 * h + e] = -INFINITY;
+          if (static_cast<unsigned>(first + 2 * n + e) >= seen)
+            scores.at[r][n][2 * h + e] = -INFINITY;
         }
       }
     }

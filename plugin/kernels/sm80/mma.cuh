@@ -10,6 +10,19 @@
 
 namespace flashonnx::sm80 {
 
+__device__ __forceinline__ unsigned char* shared_memory() {
+  extern __shared__ __align__(128) unsigned char memory[];
+  return memory;
+}
+
+// The block's index, each time anew: what is computed from it again need not stay in registers
+// meanwhile.
+__device__ __forceinline__ uint32_t block_index() {
+  uint32_t x;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
+  return x;
+}
+
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }

@@ -18,11 +18,10 @@ struct Divider {
     if (divisor > 1)
       multiplier = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + divisor - 1) / divisor);
   }
-#ifdef __CUDACC__
-  __device__ __forceinline__ uint32_t quotient(uint32_t x) const {
-    return divisor == 1 ? x : __umulhi(x, multiplier) >> (shift - 1);
+  FLASHONNX_HOST_DEVICE uint32_t quotient(uint32_t x) const {
+    const uint32_t high = static_cast<uint32_t>(uint64_t{x} * multiplier >> 32);
+    return divisor == 1 ? x : high >> (shift - 1);
   }
-#endif
 };
 
 struct Plan {
@@ -32,7 +31,7 @@ struct Plan {
   int32_t longest_last;  // later tiles of a head see more keys; they are dealt out first
   int32_t mask_per_key;  // there is a mask, and it does not depend on the query
   int32_t mask_bytes;    // of an element
-  int64_t mask_step;     // bytes from a key to the same one of the next tile
+  int64_t mask_step;     // bytes from a key to the next
   int32_t all_tiles;  // every tile needs `general_scores`: soft cap, a mask per query, a scale that
                       // is not positive
   float factor;       // scale * log2 e

@@ -24,15 +24,20 @@ struct Lane {
       : warp(threadIdx.x / 32), lane(threadIdx.x % 32), row(lane / 4), quad(lane % 4) {}
 };
 
-template <class C>
-struct RowState {
-  float output[C::kRowTiles][C::kDimTiles][4];  // sum of P V; [2 h + e] is row + 8 h, feature e
-  float maximum[C::kRowTiles][2];               // in powers of 2; -FLT_MAX: no key yet
-  float sum[C::kRowTiles][2];                   // of P over this thread's keys
+template <int kRowTiles, int kDimTiles>
+struct RowSums {
+  float output[kRowTiles][kDimTiles][4];  // sum of P V; [2 h + e] is row + 8 h, feature e
+  float maximum[kRowTiles][2];            // in powers of 2; -FLT_MAX: no key yet
+  float sum[kRowTiles][2];                // of P over this thread's keys
 };
 
 template <class C>
-using Scores = float[C::kRowTiles][C::kKeyTiles][4];
+using RowState = RowSums<C::kRowTiles, C::kDimTiles>;
+
+template <class C>
+struct Scores {
+  float at[C::kRowTiles][C::kKeyTiles][4];  // [2 h + e] is row + 8 h, key 2 n + e of the run
+};
 
 template <class C>
 __device__ __forceinline__ void clear(RowState<C>& state) {
@@ -68,10 +73,10 @@ __device__ __forceinline__ void raise_maxima(const Scores<C>& scores, float fact
   for (int r = 0; r < C::kRowTiles; ++r) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float x = fmaxf(scores[r][0][2 * h], scores[r][0][2 * h + 1]);
+      float x = fmaxf(scores.at[r][0][2 * h], scores.at[r][0][2 * h + 1]);
 #pragma unroll
       for (int n = 1; n < C::kKeyTiles; ++n)
-        x = fmaxf(x, fmaxf(scores[r][n][2 * h], scores[r][n][2 * h + 1]));
+        x = fmaxf(x, fmaxf(scores.at[r][n][2 * h], scores.at[r][n][2 * h + 1]));
       top[r][h] = x * factor;
       raise |= top[r][h] > state.maximum[r][h] + kSlack;
     }
@@ -108,7 +113,7 @@ __device__ __forceinline__ void add_values(Scores<C>& scores, float factor, uint
     for (int r = 0; r < C::kRowTiles; ++r) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float (&s)[4] = scores[r][n + half];
+        float (&s)[4] = scores.at[r][n + half];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           s[i] = exp2_approximate(fmaf(s[i], factor, -state.maximum[r][i / 2]));
