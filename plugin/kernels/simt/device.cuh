@@ -40,6 +40,7 @@ __device__ __forceinline__ float exp2_approximate(float x) {
 }
 
 __device__ __forceinline__ float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
+__device__ __forceinline__ uint32_t float_to_bits(float x) { return __float_as_uint(x); }
 __device__ __forceinline__ float half_to_float(uint16_t bits) {
   return __half2float(__ushort_as_half(bits));
 }

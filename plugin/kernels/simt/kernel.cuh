@@ -73,7 +73,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
                         range.upper(warp_last) > tile;
     const bool bounded =
         range.lower(warp_last) > tile || range.upper(warp_first) < tile + C::kBlockKeys;
-    const bool check =
+    // Whether some query of the block does not see some key of the tile.
+    const bool masked =
         p.mask.data || range.lower(last_query) > tile || range.upper(place.first_query) < tile_end;
 
     float scores[C::kThreadRows][C::kThreadKeys] = {};
@@ -98,13 +99,13 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
                    probabilities, scores);
     }
     if (active && bounded) apply_bounds(range, lane, place.first_query, tile, scores);
-    softmax(lane, active, statistics, scores, state);
+    softmax(lane, active, masked, statistics, scores, state);
     if (active) store_scores(lane, scores, probabilities);
 
     for (int key = 0; tile + key < tile_end; key += C::kValueKeys) {
       float* const slot = slots + (step++ & 1) * C::kChunk;
       const bool careful =
-          __syncthreads_or(loader.template finish<ValueChunk<C>>(slot, p.v_vectors, check));
+          __syncthreads_or(loader.template finish<ValueChunk<C>>(slot, p.v_vectors, masked));
       if (tile + key + C::kValueKeys < tile_end) {
         begin_values(tile + key + C::kValueKeys);
       } else if (tile_end < end_key) {

@@ -39,8 +39,8 @@ __device__ __forceinline__ void add_scores(const Lane<C>& lane, const float* que
 }
 
 // output += P V over the kValueKeys keys of a chunk that starts at `first_key` of the tile, for the
-// lane's first kRows queries. kCareful: some V is not finite, so keys of probability 0 (masked ones
-// are) are left out instead of multiplied.
+// lane's first kRows queries. kCareful: some V is not finite, so masked keys are left out instead
+// of multiplied.
 template <class C, int kRows, bool kCareful>
 __device__ __forceinline__ void add_values(const Lane<C>& lane, const float* probabilities,
                                            const float* values, int first_key,
@@ -62,7 +62,7 @@ __device__ __forceinline__ void add_values(const Lane<C>& lane, const float* pro
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           const float weight = element(p[i], n);
-          if (kCareful && weight == 0.f) continue;
+          if (kCareful && float_to_bits(weight) == float_to_bits(kMasked)) continue;
 #pragma unroll
           for (int e = 0; e < 4; ++e)
             output[i][c + e] = fmaf(weight, element(v, e), output[i][c + e]);

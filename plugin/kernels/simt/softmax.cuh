@@ -29,10 +29,14 @@ struct RowState {
   }
 };
 
+// The probability of a masked key: no key at all, while one that underflows to 0 still meets its V.
+constexpr float kMasked = -0.f;
+
 // Makes probabilities of the scores, relative to the rows' new maxima, and rescales what was summed
 // before. Every thread of the block calls this; only `active` warps have rows in the tile.
 template <class C>
-__device__ __forceinline__ void softmax(const Lane<C>& lane, bool active, float* statistics,
+__device__ __forceinline__ void softmax(const Lane<C>& lane, bool active, bool masked,
+                                        float* statistics,
                                         float (&scores)[C::kThreadRows][C::kThreadKeys],
                                         RowState<C>& state) {
   float maximum[C::kThreadRows];
@@ -75,7 +79,8 @@ __device__ __forceinline__ void softmax(const Lane<C>& lane, bool active, float*
     for (int c = 0; c < C::kThreadColumns; ++c) state.output[i][c] *= keep;
 #pragma unroll
     for (int j = 0; j < C::kThreadKeys; ++j) {
-      scores[i][j] = exp_approximate(scores[i][j] - base);
+      const float probability = exp_approximate(scores[i][j] - base);
+      scores[i][j] = masked && scores[i][j] == -INFINITY ? kMasked : probability;
       state.sum[i] += scores[i][j];
     }
   }

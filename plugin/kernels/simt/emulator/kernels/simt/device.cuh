@@ -26,6 +26,11 @@ inline float bits_to_float(uint32_t bits) {
   std::memcpy(&x, &bits, sizeof x);
   return x;
 }
+inline uint32_t float_to_bits(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
 inline float half_to_float(uint16_t bits) {
   __half x;
   std::memcpy(&x, &bits, sizeof x);
