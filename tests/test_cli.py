@@ -14,7 +14,7 @@ import pytest
 from flashonnx import cli
 from onnx import TensorProto, helper, numpy_helper
 
-pytest.importorskip("onnxruntime")
+onnxruntime = pytest.importorskip("onnxruntime")
 
 
 def written_out(scale: float = 0.25) -> onnx.ModelProto:
@@ -121,6 +121,10 @@ def test_info(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     assert code == 0
     assert flashonnx.library_path() in said and "CPUExecutionProvider" in said
     assert "cpu (float32, float16, bfloat16)" in said
+    foreign = next(Path(onnxruntime.__file__).parent.glob("capi/*.so*"))
+    monkeypatch.setenv("FLASHONNX_LIBRARY", str(foreign))
+    code, said = run(capsys, monkeypatch, "info")
+    assert code == 0 and "a shared library, but not flashonnx's" in said
     monkeypatch.setenv("FLASHONNX_LIBRARY", str(tmp_path / "missing.so"))
     code, said = run(capsys, monkeypatch, "info")
     assert code == 0 and "no: the flashonnx library" in said and "does not exist" in said

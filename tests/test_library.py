@@ -198,6 +198,12 @@ def test_default_providers(model: onnx.ModelProto) -> None:
 
 
 @pytest.mark.skipif("CUDAExecutionProvider" in ort.get_available_providers(), reason="this ONNX Runtime has CUDA")
+def test_provider_that_is_not_in_a_list(model: onnx.ModelProto) -> None:
+    """A string is a sequence of strings too."""
+    with pytest.raises(TypeError, match=r"expected to be a list.*\['CPUExecutionProvider'\]"):
+        flashonnx.session(model, "CPUExecutionProvider")  # type: ignore[arg-type]
+
+
 def test_provider_that_is_not_there(model: onnx.ModelProto) -> None:
     with pytest.warns(UserWarning, match="could not use CUDAExecutionProvider"):
         assert runs(flashonnx.session(model, ["CUDAExecutionProvider", *CPU]))

@@ -108,6 +108,8 @@ class Library:
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self._functions = library = ctypes.CDLL(fspath(path))
+        if not hasattr(library, "flashonnx_version"):
+            raise OSError(f"{fspath(path)} is a shared library, but not flashonnx's: it has no flashonnx_version")
         library.flashonnx_version.restype = c_char_p
         library.flashonnx_attention_init.restype = None
         library.flashonnx_attention_init.argtypes = (POINTER(Params),)

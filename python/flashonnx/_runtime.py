@@ -79,6 +79,8 @@ def session(
     ort = _onnxruntime()
     options = session_options if session_options is not None else ort.SessionOptions()
     register(options)
+    if isinstance(providers, str):
+        raise TypeError(f"session: providers is expected to be a list, got '{providers}': write ['{providers}']")
     if providers is None:
         providers = default_providers()
     wanted = [provider if isinstance(provider, str) else provider[0] for provider in providers]
