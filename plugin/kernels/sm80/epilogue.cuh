@@ -7,12 +7,17 @@ namespace flashonnx::sm80 {
 
 constexpr float kLn2 = 0.6931471805599453f;
 
-__device__ __forceinline__ float natural_lse(float maximum, float sum) {
+// The most negative finite number that the mask can hold.
+__device__ __forceinline__ float lowest_bias(const Problem& p) {
+  return p.mask_dtype == FLASHONNX_BFLOAT16 ? __uint_as_float(0xff7f0000u) : -FLT_MAX;
+}
+
+// A row whose best score is at the biases' bound was filled with that number, beside which scores
+// count for nothing.
+__device__ __forceinline__ float natural_lse(const Problem& p, float maximum, float sum) {
   if (sum == 0.f) return -INFINITY;
   const float lse = kLn2 * (maximum + __log2f(sum));
-  return maximum <= -kLargestBias && lse == lse
-             ? -FLT_MAX
-             : lse;  // a bias at its bound stands for any larger one
+  return maximum <= -kLargestBias && lse == lse ? lowest_bias(p) : lse;
 }
 
 // What a row's sum of P V is multiplied by; 0 for a row without keys.

@@ -121,7 +121,7 @@ __device__ __forceinline__ void finish(const Problem& p, const Plan& plan, const
       if (p.lse.data && lane.quad == 0 && query < p.q_length) {
         float* lse = static_cast<float*>(p.lse.data) + work.batch * p.lse.batch +
                      work.head * p.lse.head + query * p.lse.row;
-        *lse = natural_lse(state.maximum[r][h], sum);
+        *lse = natural_lse(p, state.maximum[r][h], sum);
       }
     }
   }

@@ -82,7 +82,7 @@ __device__ __forceinline__ void load_tile(uint32_t shared, const T* source, int6
     for (int c = 0; c < L::kChunks; c += L::kGroup) {
       const int valid = first_row + r < rows ? max(min(dim - (first_chunk + c) * 8, 8), 0) : 0;
       const uint32_t target = shared + L::offset(first_row + r, first_chunk + c);
-      if (vectors) {
+      if (vectors && valid % 8 == 0) {  // a row's last elements may be the allocation's
         copy_async(target, valid > 0 ? from + c * 8 : source, valid * 2);
       } else {
         store_shared(target, load_elements(from + c * 8, valid));
