@@ -1,6 +1,7 @@
 # `make demo` and `make test` set up all they need in this clone; see scripts/setup.py.
 PYTHON ?= python3
 RUN := .venv/bin/python
+SETUP ?=  # more options for scripts/setup.py, e.g. --define FLASHONNX_CUDA=OFF
 
 .PHONY: help setup test test-all demo lint format clean
 
@@ -12,15 +13,15 @@ help:
 	@echo "make setup     .venv and build/ alone;  make clean  removes both"
 
 setup:
-	$(PYTHON) scripts/setup.py
+	$(PYTHON) scripts/setup.py $(SETUP)
 
 test:
-	$(PYTHON) scripts/setup.py --tensorrt
+	$(PYTHON) scripts/setup.py --tensorrt $(SETUP)
 	$(RUN) -m pytest -m "not slow"
 
 test-all:
-	$(PYTHON) scripts/setup.py --tensorrt --archs "80;90a;120"
-	$(RUN) -m pytest
+	$(PYTHON) scripts/setup.py --tensorrt --archs "80;90a;120" $(SETUP)
+	$(RUN) -m pytest -m "slow or not slow"
 
 demo: setup
 	$(RUN) samples/minilm/demo.py

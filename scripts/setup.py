@@ -1,6 +1,6 @@
 """Makes everything that `make test` and `make demo` need, in this clone alone: .venv/ and build/.
 
-    python3 scripts/setup.py [--archs "90a"] [--ort-headers DIR] [--tensorrt-headers DIR]
+    python3 scripts/setup.py [--archs "80;90a"] [--ort-headers DIR] [--tensorrt-headers DIR]
 
 Four steps; one whose inputs have not changed is skipped, so a second run takes seconds:
 
@@ -37,7 +37,7 @@ LOG = BUILD / "setup.log"
 ORT_PACKAGE = "libonnxruntime-dev"
 ORT_SUITE = "trixie"  # the first Debian that has it
 TENSORRT_WHEEL = "kernel-lens"
-EXTRAS = ("ort", "torch", "demo", "test", "dev")
+EXTRAS = ("torch", "demo", "test", "dev")
 
 
 class SetupError(Exception):
@@ -68,12 +68,30 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--archs", default="90a", help='CUDA architectures to compile for, e.g. "80;90a;120"')
+    parser.add_argument(
+        "--archs",
+        default=gpu_architecture() or "90a",
+        help='CUDA architectures to compile for, e.g. "80;90a;120"; default: that of the GPU here, else 90a',
+    )
     parser.add_argument("--tensorrt", action="store_true", help="also TensorRT-RTX, for the tests of its plugin")
     parser.add_argument("--ort-headers", default=os.environ.get("FLASHONNX_ORT_INCLUDE_DIR"), metavar="DIR")
     parser.add_argument("--tensorrt-headers", default=os.environ.get("FLASHONNX_TENSORRT_INCLUDE_DIR"), metavar="DIR")
     parser.add_argument("--define", action="append", default=[], metavar="NAME=VALUE", help="another CMake option")
     return parser.parse_args()
+
+
+def gpu_architecture() -> str | None:
+    """The architecture of the NVIDIA GPU here as CMake writes it ("86", "90a"), or None."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+        said = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found = re.match(r"(\d+)\.(\d)\s", said)
+    if found is None:
+        return None
+    number = found[1] + found[2]
+    return "90a" if number == "90" else number
 
 
 # -- the steps: each returns what to tell the user
@@ -100,7 +118,9 @@ def install_packages(tensorrt: bool) -> str:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
     wanted = project["build-system"]["requires"] + project["project"]["dependencies"]
-    wanted += [requirement for extra in EXTRAS for requirement in extras[extra]]
+    wanted += [
+        requirement for extra in ("gpu" if gpu_architecture() else "ort", *EXTRAS) for requirement in extras[extra]
+    ]
     told = [install_group("packages", wanted)]
     if tensorrt:
         try:

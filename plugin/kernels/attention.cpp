@@ -246,6 +246,14 @@ flashonnx_status flashonnx_device_query(int32_t kind, int32_t ordinal, flashonnx
   }
 #ifdef FLASHONNX_WITH_CUDA
   if (kind == FLASHONNX_CUDA) {
+    int count = 0;
+    const cudaError_t found = cudaGetDeviceCount(&count);
+    if (found != cudaSuccess || count == 0) {
+      (void)cudaGetLastError();  // a caller's next check is not about this question
+      return make_status(FLASHONNX_RUNTIME_ERROR,
+                         "flashonnx_device_query: there is no NVIDIA device or driver here (%s)",
+                         cudaGetErrorString(found));
+    }
     if (ordinal < 0) FLASHONNX_CUDA_CHECK(cudaGetDevice(&ordinal));
     int major = 0, minor = 0, shared_memory = 0;
     FLASHONNX_CUDA_CHECK(

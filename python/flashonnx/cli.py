@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 Input = Annotated[Path, typer.Argument(help="ONNX file.")]
@@ -77,16 +76,14 @@ def info() -> None:
     """What is installed, and which kernels this machine can use."""
     import flashonnx
 
-    table = Table(show_header=False, box=None)
-    table.add_row("flashonnx", flashonnx.__version__)
+    _say(f"{'flashonnx':<14}{flashonnx.__version__}")
     for name, ask in (
         ("library", flashonnx.library_path),
         ("ONNX Runtime", _onnxruntime),
         ("CPU kernel", _kernels_cpu),
+        ("CUDA kernels", _kernels_cuda),
     ):
-        table.add_row(name, _answer(ask))
-    table.add_row("CUDA kernel", _answer(_kernels_cuda))
-    Console(soft_wrap=True).print(table)
+        _say(f"{name:<14}{_answer(ask)}")
 
 
 def main() -> None:
