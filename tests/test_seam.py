@@ -192,6 +192,24 @@ def test_old_device_is_refused(library: Library, params: Params) -> None:
         library.supported(params)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(
+    "sizes", [{"q_length": 2**31}, {"q_length": 2**30, "kv_length": 2**30}, {"batch": 2**31}], ids=str
+)
+def test_more_than_cuda_kernels_count(library: Library, params: Params, dtype: str, sizes: dict[str, int]) -> None:
+    """`supported` says so; the launch would be too late."""
+    params.device = HOPPER
+    if not _has_kernels(library, params):
+        pytest.skip("built without CUDA kernels")
+    for name in "qkvo":
+        setattr(params, name, _tensor(dtype))
+    for size, value in sizes.items():
+        setattr(params, size, value)
+    for function in (library.supported, library.workspace, library.run):
+        with pytest.raises(NotImplementedError, match=r"simt .*up to 2\^31"):
+            function(params)
+
+
 def test_unknown_device(library: Library) -> None:
     with pytest.raises(ValueError, match=r"kind is expected to be 0 .*got 9"):
         library.device(9)

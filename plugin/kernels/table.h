@@ -68,6 +68,7 @@ const char* refusal(const Params& params);
 namespace simt {
 flashonnx_status launch(const Params& params, void* workspace, void* stream);
 int64_t workspace(const Params& params);
+const char* refusal(const Params& params);
 }  // namespace simt
 
 }  // namespace flashonnx

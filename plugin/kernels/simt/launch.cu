@@ -151,25 +151,20 @@ int64_t workspace(const Params& params) {
   return std::min(slot_rows, most_splits * rows) * (params.value_dim + 1) * 4;
 }
 
-flashonnx_status launch(const Params& params, void* workspace, void* stream) {
-  constexpr int64_t kMaxDim = 512, kMaxCount = int64_t{1} << 31;
+const char* refusal(const Params& params) {
+  constexpr int64_t kMaxCount = int64_t{1} << 31;
   constexpr int64_t kMaxPositions =
       kMaxCount - 1024;  // positions, up to a tile past the end, are counted in 32 bits
-  if (params.head_dim > kMaxDim || params.value_dim > kMaxDim) {
-    return make_status(
-        FLASHONNX_NOT_IMPLEMENTED, "simt: head dimensions up to 512, got %lld and %lld",
-        static_cast<long long>(params.head_dim), static_cast<long long>(params.value_dim));
-  }
   if (params.q_length > kMaxPositions || params.kv_length > kMaxPositions - params.q_length) {
-    return make_status(
-        FLASHONNX_NOT_IMPLEMENTED, "simt: queries and keys up to 2^31 together, got %lld and %lld",
-        static_cast<long long>(params.q_length), static_cast<long long>(params.kv_length));
+    return "counts queries and keys together up to 2^31";
   }
   if (params.batch >= kMaxCount || params.q_heads >= kMaxCount) {
-    return make_status(
-        FLASHONNX_NOT_IMPLEMENTED, "simt: batches and heads below 2^31, got %lld and %lld",
-        static_cast<long long>(params.batch), static_cast<long long>(params.q_heads));
+    return "counts batches and heads up to 2^31";
   }
+  return nullptr;
+}
+
+flashonnx_status launch(const Params& params, void* workspace, void* stream) {
   const Problem problem = problem_of(params);
   const int64_t splits = workspace ? splits_of(params) : 1;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
