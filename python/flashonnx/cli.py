@@ -47,7 +47,10 @@ def unfuse(model: Input, output: Output) -> None:
     import flashonnx
 
     _, report = flashonnx.unfuse(model, output)
-    _say(str(report))
+    _say(f"{report.total - report.fused} of {report.total} FlashAttention nodes are standard operators again")
+    for site in report.sites:
+        if site.fused:
+            _say(f"  left  {site.node}: {site.reason}")
 
 
 @app.command()
