@@ -9,23 +9,6 @@
 
 namespace flashonnx::sm80 {
 
-struct Work {
-  int32_t batch, head, kv_head, first_query;
-};
-
-template <class C>
-__device__ __forceinline__ Work work_of(const Plan& plan, uint32_t block) {
-  const uint32_t section = plan.section_tiles.quotient(block);
-  const uint32_t rest = block - section * plan.section_tiles.divisor;
-  const uint32_t tile = plan.section.quotient(rest);
-  const uint32_t batch_head = (section - tile) * plan.section.divisor + rest;
-  const uint32_t batch = plan.q_heads.quotient(batch_head);
-  const uint32_t head = batch_head - batch * plan.q_heads.divisor;
-  return {static_cast<int32_t>(batch), static_cast<int32_t>(head),
-          static_cast<int32_t>(plan.group.quotient(head)),
-          static_cast<int32_t>(plan.longest_last ? plan.row_tiles - 1 - tile : tile) * C::kQueries};
-}
-
 template <class C>
 using QueryFragments = uint32_t[C::kQuerySteps > 0 ? C::kQuerySteps : 1][C::kRowTiles][4];
 

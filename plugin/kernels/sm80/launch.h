@@ -4,11 +4,9 @@
 #include <cuda_runtime_api.h>
 
 #include "flashonnx/status.h"
-#include "kernels/sm80/plan.h"
+#include "kernels/common/plan.h"
 
 namespace flashonnx::sm80 {
-
-Plan plan_of(const Params& params);
 
 flashonnx_status launch_32(const Problem& problem, const Plan& plan, bool bfloat16,
                            cudaStream_t stream);

@@ -53,16 +53,6 @@ __device__ __forceinline__ void clear(RowState<C>& state) {
   }
 }
 
-__device__ __forceinline__ float quad_maximum(float x) {
-  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
-}
-
-__device__ __forceinline__ float quad_sum(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-
 // Raises the rows' maxima if a score asks for it.
 template <class C>
 __device__ __forceinline__ void raise_maxima(const Scores<C>& scores, float factor,

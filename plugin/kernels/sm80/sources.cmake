@@ -2,6 +2,7 @@
 # One file per bucket of head dimensions, so that they compile side by side.
 set(FLASHONNX_SM80_SOURCES
   kernels/common/problem.cpp
+  kernels/common/plan.cpp
   kernels/sm80/launch.cu
   kernels/sm80/dim32.cu
   kernels/sm80/dim64.cu

@@ -1,9 +1,9 @@
-// What a launch adds to the problem.
+// What a launch of a tensor-core kernel adds to the problem, and which tile of it a block takes.
 #pragma once
 
 #include "kernels/common/problem.h"
 
-namespace flashonnx::sm80 {
+namespace flashonnx {
 
 constexpr float kLog2e = 1.4426950408889634f;
 
@@ -41,4 +41,24 @@ struct Plan {
   int32_t mask_vectors;                     // as well, neighbouring keys side by side
 };
 
-}  // namespace flashonnx::sm80
+// Without `section_tiles` and `row_tiles`, which depend on the tile.
+Plan plan_of(const Params& params);
+
+struct Work {
+  int32_t batch, head, kv_head, first_query;
+};
+
+template <class C>
+FLASHONNX_HOST_DEVICE Work work_of(const Plan& plan, uint32_t block) {
+  const uint32_t section = plan.section_tiles.quotient(block);
+  const uint32_t rest = block - section * plan.section_tiles.divisor;
+  const uint32_t tile = plan.section.quotient(rest);
+  const uint32_t batch_head = (section - tile) * plan.section.divisor + rest;
+  const uint32_t batch = plan.q_heads.quotient(batch_head);
+  const uint32_t head = batch_head - batch * plan.q_heads.divisor;
+  return {static_cast<int32_t>(batch), static_cast<int32_t>(head),
+          static_cast<int32_t>(plan.group.quotient(head)),
+          static_cast<int32_t>(plan.longest_last ? plan.row_tiles - 1 - tile : tile) * C::kQueries};
+}
+
+}  // namespace flashonnx
