@@ -28,20 +28,22 @@ if(NOT nvcc)
   return()
 endif()
 
-# Native code for each architecture; PTX of the highest lets later devices compile it. PTX of an 'a' architecture would
-# serve no other device, so it is left out.
+# Native code for each architecture, and PTX of the lowest for every other device above it: PTX of 80 is compiled by the
+# driver of an sm_100 or sm_103 just as by that of what comes after 120, which PTX of 120 would not be (devices run PTX of
+# their own and lower numbers only). PTX of an 'a' architecture serves no other device, so there is none.
 set(CMAKE_CUDA_ARCHITECTURES "")
-set(highest 0)
+set(lowest "")
 foreach(arch IN LISTS FLASHONNX_CUDA_ARCHITECTURES)
+  if(NOT arch MATCHES "^([0-9]+)[af]?$")
+    message(FATAL_ERROR "flashonnx: FLASHONNX_CUDA_ARCHITECTURES is expected to be a list like 80;90a;120, got ${arch}")
+  endif()
   list(APPEND CMAKE_CUDA_ARCHITECTURES "${arch}-real")
-  string(REGEX MATCH "^[0-9]+" number "${arch}")
-  if(number GREATER highest)
-    set(highest ${number})
-    set(highest_arch ${arch})
+  if(arch STREQUAL CMAKE_MATCH_1 AND (NOT lowest OR arch LESS lowest))
+    set(lowest "${arch}")
   endif()
 endforeach()
-if(highest_arch MATCHES "^[0-9]+$")
-  list(APPEND CMAKE_CUDA_ARCHITECTURES "${highest_arch}-virtual")
+if(lowest)
+  list(APPEND CMAKE_CUDA_ARCHITECTURES "${lowest}-virtual")
 endif()
 
 set(CMAKE_CUDA_COMPILER "${nvcc}")
