@@ -1,0 +1,22 @@
+// libflashonnx_trt_autoload.so, for hosts that do no more than open a plugin library (Polygraphy's
+// --plugins, trtexec's --staticPlugins, ONNX Runtime's TensorRT provider): opening it registers the
+// creators with every TensorRT of the process. libflashonnx.so itself must not do that, as
+// TensorRT's loadLibrary fails or crashes on a library that has registered its creators already.
+#include <cstdio>
+
+#include "flashonnx/attention.h"
+
+extern "C" flashonnx_status flashonnx_tensorrt_register();
+
+namespace {
+
+// These hosts look at nothing but dlopen's result, so standard error is the only place for a
+// reason.
+__attribute__((constructor)) void register_with_tensorrt() {
+  const flashonnx_status status = flashonnx_tensorrt_register();
+  if (status.code != FLASHONNX_OK) {
+    std::fprintf(stderr, "libflashonnx_trt_autoload.so: %s\n", status.message);
+  }
+}
+
+}  // namespace

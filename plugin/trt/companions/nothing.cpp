@@ -1,0 +1,1 @@
+// Two libraries of companions/CMakeLists.txt consist of their names alone.
