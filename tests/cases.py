@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from flashonnx.reference import Array, attention
+from flashonnx.reference import Array, attention, prepare
 
 DTYPES = ("float32", "float16", "bfloat16")
 INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen", "sinks")
@@ -45,7 +45,9 @@ class Case:
     present: bool = False  # asked for
     lse: bool = True  # asked for
     fill: float | None = None  # every element of Q and K; None: normal
+    spread: tuple[float, float] = (1.0, 1.0)  # standard deviations of Q and of V
     poison: float | None = None  # stands in K and V wherever no query may look
+    nans: int = 0  # so many elements of Q, of K and of V, seen or not, are NaN
     gpu: bool = False  # too much for the CPU tier
     slow: bool = False
 
@@ -53,6 +55,11 @@ class Case:
     def keys(self) -> int:
         """Sk, past included."""
         return self.kv_length + (self.past or 0)
+
+    @property
+    def too_wide(self) -> bool:
+        """No kernel has such head dimensions."""
+        return max(self.head_dim, self.value_dim or 0) > 512
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -75,24 +82,34 @@ class Case:
         random = np.random.default_rng(zlib.crc32(self.id.encode()))
         dtype = numpy_dtype(self.dtype)
 
-        def normal(*shape: int) -> Array:
-            return random.standard_normal(shape, dtype=np.float32).astype(dtype)
+        def normal(*shape: int, spread: float = 1.0) -> Array:
+            x = random.standard_normal(shape, dtype=np.float32)
+            return (x if spread == 1 else x * np.float32(spread)).astype(dtype)
 
         value_dim = self.head_dim if self.value_dim is None else self.value_dim
-        q = normal(self.batch, self.heads[0], self.q_length, self.head_dim)
+        q = normal(self.batch, self.heads[0], self.q_length, self.head_dim, spread=self.spread[0])
         k = normal(self.batch, self.heads[1], self.kv_length, self.head_dim)
-        v = normal(self.batch, self.heads[1], self.kv_length, value_dim)
+        v = normal(self.batch, self.heads[1], self.kv_length, value_dim, spread=self.spread[1])
         if self.fill is not None:
             q[...] = k[...] = self.fill
         mask = self._mask(random) if self.mask else None
-        if self.poison is not None:
-            hidden = ~self._visible(mask)
-            with np.errstate(over="ignore"):  # 1e6 is infinite in float16
-                k[hidden] = v[hidden] = self.poison
-        inputs = dict(zip(INPUTS, (*pack(q, k, v, self.layout), mask), strict=False))
+        past = None
         if self.past is not None:
-            inputs["past_key"] = normal(self.batch, self.heads[1], self.past, self.head_dim)
-            inputs["past_value"] = normal(self.batch, self.heads[1], self.past, value_dim)
+            past = (
+                normal(self.batch, self.heads[1], self.past, self.head_dim),
+                normal(self.batch, self.heads[1], self.past, value_dim, spread=self.spread[1]),
+            )
+        if self.poison is not None:
+            seen = self._seen(mask)
+            with np.errstate(over="ignore"):  # 1e6 is infinite in float16
+                k[~seen[:, :, self.past or 0 :]] = v[~seen[:, :, self.past or 0 :]] = self.poison
+                for x in past or ():
+                    x[~seen[:, :, : self.past]] = self.poison
+        for x in (q, k, v) if self.nans else ():
+            x.reshape(-1)[random.integers(x.size, size=self.nans if x.size else 0)] = np.nan
+        inputs = dict(zip(INPUTS, (*pack(q, k, v, self.layout), mask), strict=False))
+        if past is not None:
+            inputs["past_key"], inputs["past_value"] = past
         if self.lengths is not None:
             inputs["nonpad_kv_seqlen"] = np.array(self.lengths, np.int64)
         if self.sinks:
@@ -142,7 +159,7 @@ class Case:
             case "all":
                 attend[...] = False
             case "last batch":
-                attend[-1] = False
+                attend[-1:] = False
             case "second key":
                 attend[...] = True
                 attend[..., 1] = False
@@ -151,8 +168,10 @@ class Case:
             case "finfo.min" | "-1e4":  # finite sentinels: in row 0 everywhere, elsewhere as drawn
                 first_row[...] = False
                 sentinel = np.finfo(np.float32).min if self.mask_fill == "finfo.min" else -1e4
-        if self.mask_dtype in ("bool", "int8", "int32"):
-            return attend.astype(self.mask_dtype)
+        if self.mask_dtype in ("int8", "int32"):  # any value but 0 means attend
+            return (attend * random.choice((-128, -1, 1, 2, 64, 127), shape)).astype(self.mask_dtype)
+        if self.mask_dtype == "bool":
+            return attend
         dtype = numpy_dtype(self.dtype if self.mask_dtype == "T" else self.mask_dtype)
         if sentinel == np.finfo(np.float32).min:
             sentinel = float(_finfo(dtype).min)
@@ -160,15 +179,19 @@ class Case:
         bias = np.zeros(shape) if uniform else random.standard_normal(shape)
         return np.where(attend, bias, sentinel).astype(dtype)
 
-    def _visible(self, mask: Array | None) -> Array:
-        """(B, Hkv, Skv): whether any query may look at the key, by lengths and mask alone."""
-        seen = np.ones((self.batch, self.heads[0], self.q_length, self.kv_length), bool)
-        if self.lengths is not None:
-            seen &= np.arange(self.kv_length) < np.array(self.lengths)[:, None, None, None]
-        if mask is not None:
-            seen[..., mask.shape[-1] :] = False
-            seen[..., : mask.shape[-1]] &= mask if mask.dtype == bool else ~np.isneginf(mask.astype(np.float32))
-        return seen.any(axis=2).reshape(self.batch, self.heads[1], -1, self.kv_length).any(axis=2)
+    def _seen(self, mask: Array | None) -> Array:
+        """(B, Hkv, Sk): whether any query may look at the key."""
+        q, k = (np.zeros((self.batch, h, s, 1)) for h, s in zip(self.heads, (self.q_length, self.keys), strict=True))
+        lengths = None if self.lengths is None else np.array(self.lengths, np.int64)
+        past = np.zeros((self.batch, self.heads[1], self.past or 0, 1))
+        new = k[:, :, self.past or 0 :]
+        seen = prepare(
+            q, new, new, mask, None if self.past is None else past, past, lengths,
+            is_causal=self.is_causal, q_num_heads=None, kv_num_heads=None, left_window_size=self.left,
+            right_window_size=self.right, qkv_layout="separate",
+        ).seen  # fmt: skip
+        group = self.heads[0] // self.heads[1]
+        return seen.any(axis=2).reshape(self.batch, self.heads[1], group, self.keys).any(axis=2)
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:

@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 from flashonnx.reference import Array, prepare
 
-# Units in the last place of the largest value, allowed where the plain computation happens to be exact.
+# Units in the last place of the largest value, and of the largest score, allowed where plain attention happens to be
+# exact: a sum of D products is off by about sqrt(D) / 5 of them.
 FLOOR_ULPS = 4
 # More than plain attention is ever off by; else a fault of the reference would pass as tolerance.
 SANE = {"float32": 2e-3, "float16": 2e-2, "bfloat16": 5e-2}
 EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
-def assert_close(name: str, out: Array, ref: Array, naive: Array, rounding: float = 0.0) -> None:
+def assert_close(name: str, out: Array, ref: Array, naive: Array, rounding: float = 0.0, *, unit: float = 1.0) -> None:
     """Fails unless `out` is as good an answer as can be asked of its dtype.
 
     NaN and infinities stand in the same places, vectors (along the last dimension) that are exactly zero are so in
@@ -27,7 +28,8 @@ def assert_close(name: str, out: Array, ref: Array, naive: Array, rounding: floa
         out: what a kernel or runtime wrote.
         ref: the float64 truth.
         naive: plain attention in out's dtype, see `naive_attention`.
-        rounding: relative change of a probability by the last bit of its score, to be added to the floor.
+        rounding: relative change of a probability by the last bit of its score.
+        unit: what values are like, the standard deviation of V.
     """
     assert out.shape == ref.shape, f"{name}: shape {out.shape}, expected {ref.shape}"
     got = out.astype(np.float64)
@@ -38,17 +40,17 @@ def assert_close(name: str, out: Array, ref: Array, naive: Array, rounding: floa
         wrong = (ref == 0).all(axis=-1) & (got != 0).any(axis=-1)
         assert not wrong.any(), f"{name}: not exactly zero, {wrong.sum()} times, {_first(wrong, got, ref)}"
     finite = np.isfinite(ref)
-    size = np.abs(np.where(finite, ref, 0))
-    unit = np.maximum(size, 1)
+    size = np.abs(np.where(finite, ref, 0)) / unit
+    scale = unit * np.maximum(size, 1)
     with np.errstate(invalid="ignore"):
         error, plain = (
-            np.where(finite & np.isfinite(x), np.abs(x - ref), 0) / unit for x in (got, naive.astype(np.float64))
+            np.where(finite & np.isfinite(x), np.abs(x - ref), 0) / scale for x in (got, naive.astype(np.float64))
         )
     sane = SANE[out.dtype.name]
     assert plain.max(initial=0) <= sane, (
         f"{name}: plain attention is off by {plain.max():.3g}: it or the reference is wrong"
     )
-    floor = (FLOOR_ULPS * EPSILON[out.dtype.name] + rounding) * min(1, size.max(initial=0))
+    floor = FLOOR_ULPS * (EPSILON[out.dtype.name] + rounding) * min(1, size.max(initial=0))
     allowed = 2 * plain.max(initial=0) + floor
     assert error.max(initial=0) <= allowed, (
         f"{name}: error {error.max():.3g} > {allowed:.3g} allowed (plain attention has {plain.max():.3g}), "
@@ -103,6 +105,7 @@ def naive_attention(inputs: dict[str, Array], attributes: dict[str, Any]) -> tup
 def _product(a: Array, b: Array) -> Array:
     """A @ b, summed in order: a BLAS would sum in blocks, and be more exact than a loop over long vectors."""
     out = np.zeros((*a.shape[:-1], b.shape[-1]), np.float32)
+    term = np.empty_like(out)
     for i in range(a.shape[-1]):
-        out += a[..., :, i, None] * b[..., None, i, :]
+        out += np.multiply(a[..., :, i, None], b[..., None, i, :], out=term)
     return out

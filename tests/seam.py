@@ -41,17 +41,21 @@ class Buffer:
         inside = self.bytes[self.begin : self.begin + self.size]
         if array is not None:
             raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            inside[...] = raw if device == "cpu" else self.bytes.new_tensor(raw)
+            inside[...] = raw if device == "cpu" else torch.from_numpy(raw)
         kind = self.dtype if device == "cpu" else getattr(__import__("torch"), self.dtype.name)
         self.view = inside.view(kind).reshape(shape)
 
     def numpy(self) -> Array:
         """The content, after a look at the guards."""
-        raw = self.bytes if isinstance(self.bytes, np.ndarray) else self.bytes.cpu().numpy()
-        end = self.begin + self.size
-        assert (raw[: self.begin] == 255).all(), "memory before the array was written"
-        assert (raw[end:] == 255).all(), "memory after the array was written"
-        return raw[self.begin : end].view(self.dtype).reshape(self.shape)
+        self.check_guards()
+        inside = self.bytes[self.begin : self.begin + self.size]
+        raw = inside if isinstance(inside, np.ndarray) else inside.cpu().numpy()
+        return raw.view(self.dtype).reshape(self.shape)
+
+    def check_guards(self) -> None:
+        """What is around the array is as it was."""
+        assert (self.bytes[: self.begin] == 255).all(), "memory before the array was written"
+        assert (self.bytes[self.begin + self.size :] == 255).all(), "memory after the array was written"
 
 
 class Problem:
@@ -108,13 +112,8 @@ class Problem:
         """Runs on the current stream and returns the outputs."""
         assert self.library.supported(self.params)
         workspace = Buffer((self.library.workspace(self.params),), np.int8, self.device)
-        stream = 0
-        if self.device != "cpu":
-            import torch
-
-            stream = torch.cuda.current_stream(self.device).cuda_stream
-        self.library.run(self.params, _address(workspace.view), stream)
-        workspace.numpy()
+        self.library.run(self.params, address(workspace.view), current_stream(self.device))
+        workspace.check_guards()
         return {name: buffer.numpy() for name, buffer in self.outputs.items()}
 
     def check(self) -> None:
@@ -130,7 +129,8 @@ def check_outputs(case: Case, inputs: dict[str, Array], outputs: dict[str, Array
     for name, out in outputs.items():
         assert out.shape == shapes[name], f"{name}: shape {out.shape}, expected {shapes[name]}"
         if name == "Y":
-            assert_close(name, case.heads_view(out), case.heads_view(expected[name]), y, rounding)
+            views = case.heads_view(out), case.heads_view(expected[name])
+            assert_close(name, *views, y, rounding, unit=case.spread[1])
         elif name == "lse":
             assert_close(name, out, expected[name], lse, rounding)
         else:
@@ -144,5 +144,15 @@ def query_device(library: Library, device: str) -> Device:
     return library.device(CPU if kind == "cpu" else CUDA, int(ordinal or -1))
 
 
-def _address(view: Any) -> int:
+def current_stream(device: str) -> int:
+    """PyTorch's on a CUDA device; 0 on the CPU."""
+    if device == "cpu":
+        return 0
+    import torch
+
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def address(view: Any) -> int:
+    """Of an array or tensor."""
     return view.data_ptr() if hasattr(view, "data_ptr") else view.ctypes.data
