@@ -2,14 +2,19 @@
 PYTHON ?= python3
 RUN := .venv/bin/python
 SETUP ?=  # more options for scripts/setup.py, e.g. --define FLASHONNX_CUDA=OFF
+# What `make wheel` builds for: everything that there are kernels for (CUDA=OFF: the CPU alone).
+ARCHS ?= 80;90a;120
+CUDA ?= ON
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help setup test test-all demo lint format clean
+.PHONY: help setup test test-all demo sdist wheel lint format clean
 
 help:
 	@echo "make demo      a real model from PyTorch to a fused ONNX model, measured"
 	@echo "make test      the everyday tests (CUDA code for one architecture)"
 	@echo "make test-all  every test, every architecture"
-	@echo "make lint      formatting, style and types"
+	@echo "make lint      formatting, style, spelling and types"
+	@echo "make wheel     dist/: a manylinux wheel for every architecture, tested;  make sdist  the sources"
 	@echo "make setup     .venv and build/ alone;  make clean  removes both"
 
 setup:
@@ -20,14 +25,29 @@ test:
 	$(RUN) -m pytest -m "not slow"
 
 test-all:
-	$(PYTHON) scripts/setup.py --tensorrt --archs "80;90a;120" $(SETUP)
+	$(PYTHON) scripts/setup.py --tensorrt --archs "$(ARCHS)" $(SETUP)
 	$(RUN) -m pytest -m "slow or not slow"
 
 demo: setup
 	$(RUN) samples/minilm/demo.py
 
+sdist:
+	$(PYTHON) scripts/setup.py --no-build $(SETUP)
+	$(RUN) -m build --sdist --no-isolation
+
+# The lowest manylinux that what it was linked with allows. libtensorrt_rtx is the user's, as are the driver and runtimes.
+wheel:
+	$(PYTHON) scripts/setup.py --no-build $(SETUP)
+	rm -rf build/unrepaired dist/*.whl
+	$(RUN) -m build --wheel --no-isolation --outdir build/unrepaired -C build-dir=build/wheel-all \
+		-C cmake.define.FLASHONNX_CUDA=$(CUDA) -C "cmake.define.FLASHONNX_CUDA_ARCHITECTURES=$(ARCHS)"
+	$(RUN) -m auditwheel repair --exclude 'libtensorrt_rtx.so.*' --wheel-dir dist build/unrepaired/*.whl
+	$(RUN) -m pytest tests/test_package_wheel.py
+
 lint: setup
 	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m codespell_lib
 	$(RUN) -m mypy
 	.venv/bin/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 

@@ -6,42 +6,30 @@ Four steps; one whose inputs have not changed is skipped, so a second run takes 
 
 1. environment: .venv, from the Python that runs this script (3.11 or newer)
 2. packages: what pyproject.toml names, in the versions of scripts/constraints.txt
-3. headers: ONNX Runtime's from Debian's libonnxruntime-dev and TensorRT's from the wheel kernel-lens, unpacked into
-   build/headers (the system is not touched); or folders named by --ort-headers and --tensorrt-headers, or by
-   FLASHONNX_ORT_INCLUDE_DIR and FLASHONNX_TENSORRT_INCLUDE_DIR
+3. headers: ONNX Runtime's and TensorRT's into build/headers, as scripts/headers.py says (the system is not touched), or
+   from folders named by --ort-headers and --tensorrt-headers, or by FLASHONNX_ORT_INCLUDE_DIR and
+   FLASHONNX_TENSORRT_INCLUDE_DIR
 4. flashonnx: built with CMake into build/wheel and installed into .venv, as a user's `pip install .` would
 
-Only the standard library is used. What the tools say goes to build/setup.log.
+What the tools say goes to build/setup.log.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
 import time
-import zipfile
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-BUILD = ROOT / "build"
+from headers import ORT_FOLDER, TENSORRT_FOLDER, bring_headers
+from steps import BUILD, CONSTRAINTS, LOG, PYTHON, ROOT, SetupError, Stamp, contents, pip, run
+
 VENV = ROOT / ".venv"
-PYTHON = VENV / "bin" / "python"
-CONSTRAINTS = ROOT / "scripts" / "constraints.txt"
-LOG = BUILD / "setup.log"
-ORT_PACKAGE = "libonnxruntime-dev"
-ORT_SUITE = "trixie"  # the first Debian that has it
-TENSORRT_WHEEL = "kernel-lens"
 EXTRAS = ("torch", "demo", "test", "dev")
-
-
-class SetupError(Exception):
-    """What went wrong and what to do about it."""
 
 
 def main() -> int:
@@ -51,9 +39,11 @@ def main() -> int:
     steps = [
         ("environment", lambda: make_environment()),
         ("packages", lambda: install_packages(arguments.tensorrt)),
-        ("headers", lambda: bring_headers(arguments)),
+        ("headers", lambda: bring_headers(arguments.ort_headers, arguments.tensorrt_headers)),
         ("flashonnx", lambda: install_flashonnx(arguments)),
     ]
+    if arguments.no_build:
+        steps.pop()
     for number, (name, step) in enumerate(steps, 1):
         start = time.monotonic()
         print(f"[{number}/{len(steps)}] {name}", end=" ", flush=True)
@@ -74,6 +64,7 @@ def parse_arguments() -> argparse.Namespace:
         help='CUDA architectures to compile for, e.g. "80;90a;120"; default: that of the GPU here, else 90a',
     )
     parser.add_argument("--tensorrt", action="store_true", help="also TensorRT-RTX, for the tests of its plugin")
+    parser.add_argument("--no-build", action="store_true", help="stop after the headers")
     parser.add_argument("--ort-headers", default=os.environ.get("FLASHONNX_ORT_INCLUDE_DIR"), metavar="DIR")
     parser.add_argument("--tensorrt-headers", default=os.environ.get("FLASHONNX_TENSORRT_INCLUDE_DIR"), metavar="DIR")
     parser.add_argument("--define", action="append", default=[], metavar="NAME=VALUE", help="another CMake option")
@@ -148,30 +139,13 @@ def install_group(name: str, wanted: list[str]) -> str:
     return f"{name}: installed"
 
 
-def bring_headers(arguments: argparse.Namespace) -> str:
-    told = []
-    for option, file, folder, bring in (
-        ("ort_headers", "onnxruntime_c_api.h", BUILD / "headers" / "onnxruntime", bring_ort_headers),
-        ("tensorrt_headers", "NvInfer.h", BUILD / "headers" / "tensorrt", bring_tensorrt_headers),
-    ):
-        given = getattr(arguments, option)
-        if given is None:
-            if not (folder / file).exists():
-                bring(folder)
-                told.append(f"brought {file}")
-            setattr(arguments, option, str(folder))
-        elif not (Path(given) / file).exists():
-            raise SetupError(f"there is no {file} in {given}")
-    return ", ".join(told) or "are there"
-
-
 def install_flashonnx(arguments: argparse.Namespace) -> str:
     defines = {
         "FLASHONNX_CUDA": "AUTO",  # all are given every time: CMake remembers what it was told before
         "FLASHONNX_NVCC": "",
         "FLASHONNX_CUDA_ARCHITECTURES": arguments.archs,
-        "FLASHONNX_ORT_INCLUDE_DIR": str(Path(arguments.ort_headers).resolve()),
-        "FLASHONNX_TENSORRT_INCLUDE_DIR": str(Path(arguments.tensorrt_headers).resolve()),
+        "FLASHONNX_ORT_INCLUDE_DIR": str(ORT_FOLDER),
+        "FLASHONNX_TENSORRT_INCLUDE_DIR": str(TENSORRT_FOLDER),
         "FLASHONNX_WERROR": "ON",
     }
     for definition in arguments.define:
@@ -189,136 +163,12 @@ def install_flashonnx(arguments: argparse.Namespace) -> str:
     return "built and installed"
 
 
-# -- headers
-
-
-def bring_ort_headers(folder: Path) -> None:
-    advice = (
-        "Name a folder that holds onnxruntime_c_api.h (ONNX Runtime's release archives have it in include/): "
-        "--ort-headers DIR, or FLASHONNX_ORT_INCLUDE_DIR=DIR"
-    )
-    if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
-        raise SetupError(f"ONNX Runtime's headers come from Debian's {ORT_PACKAGE}, and there is no apt here. {advice}")
-    work = BUILD / "apt"
-    shutil.rmtree(work, ignore_errors=True)
-    for part in ("sources", "lists/partial", "cache/archives/partial", "unpacked"):
-        (work / part).mkdir(parents=True)
-    try:
-        (work / "sources" / "debian.sources").write_text(debian_source())
-        options = [
-            f"Dir::Etc::sourceparts={work / 'sources'}",
-            "Dir::Etc::sourcelist=/dev/null",
-            f"Dir::State::Lists={work / 'lists'}",
-            f"Dir::Cache={work / 'cache'}",
-            "APT::Sandbox::User=root",
-        ]
-        apt = ["apt-get", "-q", *(word for option in options for word in ("-o", option))]
-        run([*apt, "update"], cwd=work)
-        run([*apt, "download", ORT_PACKAGE], cwd=work)
-        run(["dpkg-deb", "-x", str(next(work.glob("*.deb"))), str(work / "unpacked")])
-        header = next((work / "unpacked").rglob("onnxruntime_c_api.h"))
-    except (SetupError, StopIteration) as error:
-        raise SetupError(f"Debian's {ORT_PACKAGE} could not be had. {advice}\n{error}") from None
-    shutil.copytree(header.parent, folder, dirs_exist_ok=True)
-    shutil.rmtree(work)
-
-
-def debian_source() -> str:
-    """This machine's own source of Debian packages, turned to the suite that has the headers."""
-    for path in sorted(Path("/etc/apt/sources.list.d").glob("*.sources")):
-        for stanza in re.split(r"\n\s*\n", path.read_text()):
-            if re.search(r"^URIs:\s*\S+/debian/?\s*$", stanza, re.M) and re.search(r"^Suites:", stanza, re.M):
-                stanza = re.sub(r"^Types:.*$", "Types: deb", stanza, flags=re.M)
-                return re.sub(r"^Suites:.*$", f"Suites: {ORT_SUITE}", stanza, flags=re.M).strip() + "\n"
-    lists = Path("/etc/apt/sources.list")
-    line = re.search(r"^deb\s+(?:\[.*?\]\s+)?(\S+/debian)/?\s", lists.read_text() if lists.exists() else "", re.M)
-    if line:
-        keyring = "/usr/share/keyrings/debian-archive-keyring.gpg"
-        return f"Types: deb\nURIs: {line[1]}\nSuites: {ORT_SUITE}\nComponents: main\nSigned-By: {keyring}\n"
-    raise SetupError("apt on this machine knows no Debian source")
-
-
-def bring_tensorrt_headers(folder: Path) -> None:
-    work = BUILD / "wheels"
-    try:
-        pip("download", "--no-deps", "-c", str(CONSTRAINTS), "-d", str(work), TENSORRT_WHEEL)
-        wheel = next(work.glob("*.whl"))
-    except (SetupError, StopIteration) as error:
-        raise SetupError(
-            f"TensorRT's headers come from the wheel {TENSORRT_WHEEL}, which could not be had. Name a folder that "
-            f"holds NvInfer.h: --tensorrt-headers DIR, or FLASHONNX_TENSORRT_INCLUDE_DIR=DIR\n{error}"
-        ) from None
-    folder.mkdir(parents=True, exist_ok=True)
-    with zipfile.ZipFile(wheel) as archive:
-        for name in archive.namelist():
-            if "/include/tensorrt/" in name and name.endswith(".h"):
-                (folder / Path(name).name).write_bytes(archive.read(name))
-    shutil.rmtree(work)
-
-
-# -- running, and knowing what has been done
-
-
 def sources() -> list[Path]:
     """The files that the installed package is made of."""
     files = [ROOT / "CMakeLists.txt", ROOT / "pyproject.toml", ROOT / "README.md"]
     for folder in ("plugin", "python", "export"):
         files += [path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     return sorted(files)
-
-
-def contents(files: Iterable[Path]) -> Iterable[str]:
-    for path in files:
-        yield str(path.relative_to(ROOT))
-        yield hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-class Stamp:
-    """A step's inputs, kept in a file once the step is done."""
-
-    def __init__(self, name: str, *inputs: str) -> None:
-        self.path = BUILD / "stamps" / name
-        self.value = hashlib.sha256("\n".join(inputs).encode()).hexdigest()
-
-    @property
-    def fresh(self) -> bool:
-        return self.path.exists() and self.path.read_text() == self.value
-
-    def set(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(self.value)
-
-
-def pip(*arguments: str, show: str | None = None) -> None:
-    run([str(PYTHON), "-m", "pip", "--disable-pip-version-check", *arguments], show=show)
-
-
-def run(command: list[str], *, cwd: Path = ROOT, show: str | None = None) -> None:
-    """Runs a command into the log. Lines that match `show` are told as they come; a failure tells the last lines."""
-    lines: list[str] = []
-    tell = teller(show)
-    with LOG.open("a") as log:
-        log.write(f"$ {' '.join(command)}\n")
-        with subprocess.Popen(
-            command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-        ) as process:
-            for line in process.stdout or ():
-                log.write(line)
-                lines.append(line)
-                tell(line.strip())
-    if process.returncode != 0:
-        raise SetupError(f"{command[0]} failed ({process.returncode}):\n{''.join(lines[-30:])}(more in {LOG})")
-
-
-def teller(show: str | None) -> Callable[[str], None]:
-    """What to do with a line of output: print what matches on a line of its own."""
-
-    def tell(line: str) -> None:
-        match = re.search(show, line) if show else None
-        if match:
-            print(f"\n    {match[0][:110]}", end=" ", flush=True)
-
-    return tell
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -16,7 +17,9 @@ def setup() -> ModuleType:
     spec = importlib.util.spec_from_file_location("flashonnx_setup", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPT.parent))  # where its parts are, as when it is run
+        spec.loader.exec_module(module)
     return module
 
 
@@ -43,3 +46,31 @@ def test_architecture_of_the_gpu_here(
 def test_no_gpu_here(setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert setup.gpu_architecture() is None
+
+
+def test_ort_headers_of_the_system(setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Distributions and conda have them in folders of different depth; what else is there is not taken along."""
+    headers = sys.modules["headers"]
+    folder = tmp_path / "conda" / "include" / "onnxruntime" / "core" / "session"
+    folder.mkdir(parents=True)
+    for name in ("onnxruntime_c_api.h", "onnxruntime_ep_c_api.h", "stdlib.h"):
+        (folder / name).write_text(name)
+    monkeypatch.setenv("CONDA_PREFIX", str(tmp_path / "conda"))
+    monkeypatch.setattr(headers, "ORT_FOLDER", tmp_path / "brought")
+    monkeypatch.setattr(headers, "BUILD", tmp_path)
+    assert headers.bring_ort_headers() == "the system"
+    assert {file.name for file in (tmp_path / "brought").iterdir()} == {
+        "onnxruntime_c_api.h",
+        "onnxruntime_ep_c_api.h",
+    }
+
+
+def test_no_ort_headers(setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a system that has them, apt or npm: what was tried, and what to do."""
+    headers = sys.modules["headers"]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CONDA_PREFIX", raising=False)
+    monkeypatch.setattr(headers, "ORT_HEADER", "none_has_this.h")
+    monkeypatch.setattr(headers, "BUILD", tmp_path)
+    with pytest.raises(setup.SetupError, match=r"(?s)--ort-headers DIR.*the system: .*no apt here.*no npm here"):
+        headers.bring_ort_headers()

@@ -8,6 +8,9 @@ elseif(FLASHONNX_NVCC STREQUAL "wheels")
   find_package(Python3 REQUIRED COMPONENTS Interpreter)
   execute_process(COMMAND "${Python3_EXECUTABLE}" "${CMAKE_CURRENT_LIST_DIR}/nvcc_of_wheels.py"
                   OUTPUT_VARIABLE nvcc OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+  cmake_path(GET nvcc PARENT_PATH toolkit)
+  cmake_path(GET toolkit PARENT_PATH toolkit)
+  set(CMAKE_CUDA_FLAGS "${CMAKE_CUDA_FLAGS} -L${toolkit}/lib")  # the wheels' nvcc itself looks in lib64
 elseif(FLASHONNX_NVCC)
   set(nvcc "${FLASHONNX_NVCC}")
 elseif(DEFINED ENV{CUDACXX})
