@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +16,11 @@ from typing import Any
 import cases
 import onnx
 import pytest
-import trt_abi
 from cases import Case
 from flashonnx.tensorrt import prepare_for_tensorrt
 from nodes import asked_for, one_node
 from onnx import TensorProto, helper
-from trt_models import attributes_of, two_nodes
+from trt_models import TRANSFORMERS, attributes_of, transformer, two_nodes
 
 _DRIVER = Path(__file__).with_name("trt_driver.py")
 _BY_ID = {case.id: case for case in cases.ALL}
@@ -34,22 +36,14 @@ pytestmark = [
 
 
 @pytest.fixture(scope="session")
-def creator(library_path: str) -> int:
-    return trt_abi.only_creator(library_path)
-
-
-@pytest.fixture(scope="session")
-def rtx_environment(tmp_path_factory: pytest.TempPathFactory, library_path: str, creator: int) -> dict[str, str]:
-    """Where the parser finds the link to libtensorrt_rtx.so that the wheel lacks."""
-    import tensorrt_rtx_libs
-
-    links = tmp_path_factory.mktemp("links")
-    (links / "libtensorrt_rtx.so").symlink_to(Path(tensorrt_rtx_libs.__file__).with_name("libtensorrt_rtx.so.1"))
-    return python_environment(library_path) | {"LD_LIBRARY_PATH": str(links)}
-
-
-def python_environment(library_path: str) -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "FLASHONNX_LIBRARY": library_path}
+def environment(library_path: str) -> dict[str, str]:
+    """Of a Python process with this library; nothing helps TensorRT-RTX to find what its wheel lacks."""
+    if not hasattr(ctypes.CDLL(library_path), "getCreators"):
+        pytest.skip("tier tensorrt: the library was built without TensorRT's headers")
+    path = os.pathsep.join(filter(None, sys.path))
+    variables = os.environ | {"PYTHONPATH": path, "FLASHONNX_LIBRARY": library_path}
+    variables.pop("LD_LIBRARY_PATH", None)
+    return variables
 
 
 def drive(environment: dict[str, str], jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -58,6 +52,7 @@ def drive(environment: dict[str, str], jobs: list[dict[str, Any]]) -> list[dict[
         [sys.executable, str(_DRIVER)], input=json.dumps(jobs), env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-4000:]
+    assert all(line.startswith("{") for line in done.stdout.splitlines()), done.stdout  # it is the caller's
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(results) == len(jobs)
     return results
@@ -77,12 +72,12 @@ PROFILE = {
 }
 
 
-def test_every_case_is_parsed(tmp_path: Path, rtx_environment: dict[str, str]) -> None:
+def test_every_case_is_parsed(tmp_path: Path, environment: dict[str, str]) -> None:
     """Types and shapes that TensorRT infers, against the operator's."""
     chosen = [case for case in cases.ALL if not case.gpu]
     models = [prepare_for_tensorrt(one_node(case, case.inputs())) for case in chosen]
     jobs = [{"model": save(model, tmp_path, str(i))} for i, model in enumerate(models)]
-    for case, result in zip(chosen, drive(rtx_environment, jobs), strict=True):
+    for case, result in zip(chosen, drive(environment, jobs), strict=True):
         assert result["parsed"], (case.id, result["log"])
         assert result["layers"].count("PLUGIN_V3") == 1, case.id
         expected = {
@@ -94,35 +89,88 @@ def test_every_case_is_parsed(tmp_path: Path, rtx_environment: dict[str, str]) -
 
 
 @pytest.mark.parametrize("dtype", ["FLOAT", "FLOAT16", "BFLOAT16"])
-def test_engine_of_two_nodes(tmp_path: Path, rtx_environment: dict[str, str], dtype: str) -> None:
-    model = prepare_for_tensorrt(two_nodes(TensorProto.DataType.Value(dtype)))
+def test_two_nodes(tmp_path: Path, environment: dict[str, str], dtype: str) -> None:
+    path = save(prepare_for_tensorrt(two_nodes(TensorProto.DataType.Value(dtype))), tmp_path)
     remember = ["planned_workspace", "Q,K,V", "Q,K,V,attn_mask"]
-    job = {"model": save(model, tmp_path), "build": True, "shapes": PROFILE, "remember": remember}
-    (result,) = drive(rtx_environment, [job])
-    assert result["layers"].count("PLUGIN_V3") == 2
+    engine = {"profiles": PROFILE, "compute_capabilities": ["8.0"]}
+    parsed, built = drive(environment, [{"model": path}, {"model": path, "engine": engine, "remember": remember}])
+    assert parsed["layers"].count("PLUGIN_V3") == 2
     kind = {"FLOAT": "FLOAT", "FLOAT16": "HALF", "BFLOAT16": "BF16"}[dtype]
-    assert result["tensors"]["a"] == result["tensors"]["y"] == [kind, [-1, -1, 256]]
-    assert result["plan_bytes"], result["log"]
-    assert result["remembered"] == remember
-    assert not [line for line in result["log"] if "FlashAttention" in line]
+    assert parsed["tensors"]["a"] == parsed["tensors"]["y"] == [kind, [-1, -1, 256]]
+    assert not [line for line in parsed["log"] if "FlashAttention" in line]
+    assert "error" not in built, built
+    assert built["remembered"] == remember
+
+
+def test_devices_and_the_library_inside(tmp_path: Path, environment: dict[str, str], library_path: str) -> None:
+    """An engine for several GPUs and profiles, not prepared; with the library in it, it is larger by that."""
+    path = save(two_nodes(), tmp_path)
+    narrow = {name: [shapes[0], shapes[0], shapes[1]] for name, shapes in PROFILE.items()}
+    engine = {"profiles": [narrow, PROFILE], "compute_capabilities": ["8.0", "8.9", "12.0"]}
+    symbol = ["flashonnx_tensorrt_register"]
+    jobs = [
+        {"model": path, "engine": engine | {"embed_plugin": inside}, "remember": symbol} for inside in (False, True)
+    ]
+    without, within = drive(environment, jobs)
+    assert without["remembered"] == []
+    assert within["remembered"] == symbol
+    assert within["plan_bytes"] - without["plan_bytes"] >= Path(library_path).stat().st_size
+
+
+def test_provider_form_is_parsed(tmp_path: Path, environment: dict[str, str]) -> None:
+    """As ONNX Runtime's TensorRT provider gives it to the parser."""
+    model = prepare_for_tensorrt(two_nodes(), onnxruntime=True)
+    assert {node.domain for node in model.graph.node if node.op_type == "FlashAttention"} == {"trt.plugins"}
+    (result,) = drive(environment, [{"model": save(model, tmp_path)}])
+    assert result["layers"].count("PLUGIN_V3") == 2, result["log"]
 
 
 _BUILT = ("everything", "layout-3hd-float16", "layout-time_major-float32", "layout-gqa-8-2", "past-bhsd-64",
           "lengths-bfloat16", "mask-float32-float16", "mask-k-bool", "empty-row-0-mean", "no-keys-bshd")  # fmt: skip
 
 
-def test_engines_of_cases(tmp_path: Path, rtx_environment: dict[str, str]) -> None:
+@pytest.mark.parametrize("ids", [_BUILT, pytest.param(tuple(_BY_ID), marks=pytest.mark.slow)], ids=["some", "all"])
+def test_engines_of_cases(tmp_path: Path, environment: dict[str, str], ids: tuple[str, ...]) -> None:
     """Every kind of input and output goes through the builder, static shapes included."""
-    models = [prepare_for_tensorrt(one_node(_BY_ID[i], _BY_ID[i].inputs())) for i in _BUILT]
-    jobs = [
-        {"model": save(model, tmp_path, str(i)), "build": True, "remember": [attributes_of(node)["inputs"]]}
-        for i, model in enumerate(models)
-        for node in model.graph.node
-        if node.op_type == "FlashAttention"
-    ]
-    for name, result in zip(_BUILT, drive(rtx_environment, jobs), strict=True):
-        assert result["plan_bytes"], (name, result["log"])
-        assert result["remembered"], name
+    jobs = []
+    chosen = [_BY_ID[i] for i in ids if not _BY_ID[i].gpu]
+    for i, case in enumerate(chosen):
+        model = prepare_for_tensorrt(one_node(case, case.inputs()))
+        (node,) = (node for node in model.graph.node if node.op_type == "FlashAttention")
+        remember = [attributes_of(node)["inputs"]]
+        engine = {"compute_capabilities": ["8.0"]}
+        jobs.append({"model": save(model, tmp_path, str(i)), "engine": engine, "remember": remember})
+    for case, result in zip(chosen, drive(environment, jobs), strict=True):
+        assert "error" not in result, (case.id, result)
+        assert result["remembered"], case.id
+
+
+_DTYPES = ("float32", "float16", "bfloat16")
+_SLOW = [(name, dtype) for name in TRANSFORMERS for dtype in _DTYPES if (name, dtype) != ("minilm", "float16")]
+_TRANSFORMERS = [("minilm", "float16"), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in _SLOW)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), _TRANSFORMERS)
+def test_transformers(tmp_path: Path, environment: dict[str, str], name: str, dtype: str) -> None:
+    """Exported and fused, every attention is the plugin's, and it is built for several GPUs with dynamic shapes."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    model = transformer(name, dtype)
+    sizes = (1, 2, 8) if name == "vit" else (1, 16, 64)
+    profile = {
+        value.name: [
+            [dim.dim_value if dim.HasField("dim_value") else size for dim in value.type.tensor_type.shape.dim]
+            for size in sizes
+        ]
+        for value in model.graph.input
+    }
+    engine = {"profiles": profile, "compute_capabilities": ["8.0", "8.9", "12.0"]}
+    prepared, fused = (save(m, tmp_path, n) for n, m in (("prepared", prepare_for_tensorrt(model)), ("fused", model)))
+    jobs = [{"model": prepared}, *({"model": fused, "engine": engine | {"embed_plugin": e}} for e in (False, True))]
+    parsed, without, within = drive(environment, jobs)
+    assert parsed["layers"].count("PLUGIN_V3") == 2, parsed["log"]
+    assert not {"SOFTMAX", "ATTENTION_INPUT"} & set(parsed["layers"])
+    assert without["plan_bytes"] < within["plan_bytes"]
 
 
 def _without_preparation() -> onnx.ModelProto:
@@ -165,24 +213,47 @@ _UNPARSED = {
 }  # fmt: skip
 
 
-def test_bad_nodes_are_parser_errors(tmp_path: Path, rtx_environment: dict[str, str]) -> None:
+def test_bad_nodes_are_parser_errors(tmp_path: Path, environment: dict[str, str]) -> None:
     """A clean refusal with the reason in TensorRT's log, whatever is wrong; the process lives on."""
     jobs = [{"model": save(make(), tmp_path, str(i))} for i, (make, _) in enumerate(_UNPARSED.values())]
     good = {"model": save(prepare_for_tensorrt(two_nodes()), tmp_path, "good")}
-    *results, last = drive(rtx_environment, [*jobs, good])
+    *results, last = drive(environment, [*jobs, good])
     for (name, (_, reason)), result in zip(_UNPARSED.items(), results, strict=True):
         assert not result["parsed"], name
         assert any(reason in line for line in result["log"]), (name, result["log"])
     assert last["parsed"]
 
 
-def test_what_no_kernel_does_is_refused_at_build(tmp_path: Path, rtx_environment: dict[str, str]) -> None:
+_UNBUILT: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "head size": (lambda: _wide(), {}, "EngineError: .*FlashAttention: .*head dimensions up to .* got 4096"),
+    "layout": (lambda: two_nodes(qkv_layout="hd3"), {"profiles": PROFILE}, "EngineError: .*'qkv_layout' is expected"),
+    "type": (lambda: _with_type(k=TensorProto.FLOAT), {"profiles": PROFILE}, "EngineError: .*'K' is expected to have"),
+    "not ours": (
+        lambda: _of_shape(v=(2, 2, 64, 64), k=(3, 3)), {"profiles": {"q": PROFILE["q"]}}, "'mask' has the dynamic shape"
+    ),
+    "no profile": (two_nodes, {}, r"ValueError: input '[qkv]' has the dynamic shape \(B, [ST], \d+\): give"),
+    "profile of nothing": (two_nodes, {"profiles": {"x": []}}, "ValueError: profile: the model has no input 'x'"),
+    "profile of two": (
+        two_nodes, {"profiles": {"q": PROFILE["q"][:2]}}, "ValueError: .*'q' is expected to have three shapes"
+    ),
+    "capability": (two_nodes, {"profiles": PROFILE, "compute_capabilities": ["80"]}, 'expected texts such as "8.0"'),
+    "no such GPU": (two_nodes, {"profiles": PROFILE, "compute_capabilities": ["9.0"]}, "EngineError: .*9.0"),
+}  # fmt: skip
+
+
+def _wide() -> onnx.ModelProto:
     case = Case("wide", head_dim=4096)
-    job = {"model": save(prepare_for_tensorrt(one_node(case, case.inputs())), tmp_path), "build": True}
-    (result,) = drive(rtx_environment, [job])
-    assert result["parsed"]
-    assert result["plan_bytes"] is None
-    assert any("head dimensions up to" in line and "got 4096" in line for line in result["log"]), result["log"]
+    return one_node(case, case.inputs())
+
+
+def test_build_engine_says_why_not(tmp_path: Path, environment: dict[str, str]) -> None:
+    jobs = [
+        {"model": save(make(), tmp_path, str(i)), "engine": {"compute_capabilities": ["8.0"]} | engine}
+        for i, (make, engine, _) in enumerate(_UNBUILT.values())
+    ]
+    for (name, (_, _, reason)), result in zip(_UNBUILT.items(), drive(environment, jobs), strict=True):
+        assert "error" in result, name
+        assert re.search(reason, result["error"], re.DOTALL), (name, result)
 
 
 _REGISTER_TWICE = """
@@ -205,21 +276,37 @@ print(sum(creator.name == "FlashAttention" for creator in creators))
 
 
 @pytest.mark.parametrize("order", ["by_python, by_python", "by_c, by_c", "by_c, by_python", "by_python, by_c"])
-def test_registration_happens_once(rtx_environment: dict[str, str], order: str) -> None:
+def test_registration_happens_once(environment: dict[str, str], order: str) -> None:
     done = subprocess.run([sys.executable, "-c", _REGISTER_TWICE.format(order=order)],
-                          env=rtx_environment, capture_output=True, text=True)  # fmt: skip
+                          env=environment, capture_output=True, text=True)  # fmt: skip
     assert done.stdout.split() == ["1"], done.stderr
     assert "Error" not in done.stderr
 
 
-def test_missing_rtx_link_is_said(library_path: str, creator: int) -> None:
+def test_what_the_wheel_lacks(tmp_path: Path, environment: dict[str, str], library_path: str) -> None:
+    """Where flashonnx's own stand-in is missing too, the message says what to do before the parser aborts."""
     import tensorrt_rtx_libs
 
     if Path(tensorrt_rtx_libs.__file__).with_name("libtensorrt_rtx.so").exists():
         pytest.skip("this installation of tensorrt_rtx has the link")
-    environment = python_environment(library_path)
-    environment.pop("LD_LIBRARY_PATH", None)
+    alone = shutil.copy(library_path, tmp_path)
     code = "import tensorrt_rtx, flashonnx.tensorrt as t; t.register(parser=False); t.register()"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                          env=environment | {"FLASHONNX_LIBRARY": alone})  # fmt: skip
     assert "LibraryError: TensorRT-RTX's ONNX parser opens libtensorrt_rtx.so" in done.stderr
     assert "ln -s libtensorrt_rtx.so.1" in done.stderr
+
+
+def test_polygraphy_opens_autoload(tmp_path: Path, environment: dict[str, str], library_path: str) -> None:
+    """`polygraphy convert --plugins` does no more than that, which is enough for TensorRT-RTX's wheel too."""
+    pytest.importorskip("polygraphy")
+    model, plan = save(prepare_for_tensorrt(two_nodes()), tmp_path), tmp_path / "model.engine"
+    shapes = [f"{name}:[{','.join(map(str, shape))}]" for name, shape in ((n, s[1]) for n, s in PROFILE.items())]
+    sizes = [word for bound in ("min", "opt", "max") for word in (f"--trt-{bound}-shapes", *shapes)]
+    autoload = str(Path(library_path).with_name("libflashonnx_trt_autoload.so"))
+    program = str(Path(sys.executable).with_name("polygraphy"))
+    command = [program, "convert", model, "-o", str(plan), "--plugins", autoload, *sizes]
+    done = subprocess.run([*command, "--compute-capabilities", "8.0"], capture_output=True, text=True,
+                          env=environment | {"POLYGRAPHY_USE_TENSORRT_RTX": "1"})  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert b"planned_workspace\0" in plan.read_bytes()

@@ -1,9 +1,9 @@
-"""Parses, and if asked builds, ONNX models with TensorRT-RTX and our plugin, in a process of its own that may abort.
+"""Parses and builds ONNX models with TensorRT-RTX and our plugin, in a process of its own that may abort.
 
     python trt_driver.py < jobs.json > results.jsonl
 
-A job is {"model": path, "build": bool, "shapes": {input: [min, opt, max]}, "remember": [text]}; a result line says what
-came of it, and which of the texts stand in the plan (it cannot be loaded without a GPU).
+A job is {"model": path}, which is parsed as it is, or {"model": path, "engine": arguments of build_engine, "remember":
+[text]}. A result line says what came of it, and which of the texts stand in the plan (it needs a GPU to be loaded).
 """
 
 from __future__ import annotations
@@ -26,35 +26,28 @@ class Log(trt.ILogger):
             self.lines.append(f"{severity.name}: {message}")
 
 
-def run(job: dict[str, Any], builder: trt.Builder, log: Log) -> dict[str, Any]:
+def parse(model: str, builder: trt.Builder, log: Log) -> dict[str, Any]:
     log.lines.clear()
     network = builder.create_network()
     parser = trt.OnnxParser(network, log)
-    parsed = parser.parse_from_file(job["model"])
+    parsed = parser.parse_from_file(model)
     layers = [network.get_layer(i) for i in range(network.num_layers)] if parsed else []
     tensors = [layer.get_output(i) for layer in layers for i in range(layer.num_outputs)]
-    result: dict[str, Any] = {
+    return {
         "parsed": parsed,
         "layers": [layer.type.name for layer in layers],
         "tensors": {t.name: [t.dtype.name, list(t.shape)] for t in tensors},
+        "log": log.lines.copy(),
     }
-    if parsed and job.get("build"):
-        plan = build(job, builder, network)
-        result["plan_bytes"] = None if plan is None else len(plan)
-        result["remembered"] = [text for text in job.get("remember", []) if plan and text.encode() + b"\0" in plan]
-    return result | {"log": log.lines.copy()}
 
 
-def build(job: dict[str, Any], builder: trt.Builder, network: trt.INetworkDefinition) -> bytes | None:
-    config = builder.create_builder_config()
-    config.num_compute_capabilities = 1
-    config.set_compute_capability(trt.ComputeCapability.SM80, 0)
-    profile = builder.create_optimization_profile()
-    for name, shapes in job.get("shapes", {}).items():
-        profile.set_shape(name, *shapes)
-    config.add_optimization_profile(profile)
-    plan = builder.build_serialized_network(network, config)
-    return None if plan is None else bytes(plan)
+def build(model: str, arguments: dict[str, Any], remember: list[str]) -> dict[str, Any]:
+    try:
+        plan = flashonnx.tensorrt.build_engine(model, **arguments)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    # Strings stand in the plan with their final zero.
+    return {"plan_bytes": len(plan), "remembered": [text for text in remember if text.encode() + b"\0" in plan]}
 
 
 def main() -> None:
@@ -62,7 +55,11 @@ def main() -> None:
     log = Log()
     builder = trt.Builder(log)
     for job in json.load(sys.stdin):
-        print(json.dumps(run(job, builder, log)), flush=True)
+        if "engine" in job:
+            result = build(job["model"], job["engine"], job.get("remember", []))
+        else:
+            result = parse(job["model"], builder, log)
+        print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import onnx
@@ -31,3 +33,48 @@ def two_nodes(elem_type: int = TensorProto.FLOAT16, **attributes: Any) -> onnx.M
 def attributes_of(node: onnx.NodeProto) -> dict[str, Any]:
     values = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     return {name: v.decode() if isinstance(v, bytes) else v for name, v in values.items()}
+
+
+_SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+_TEXT = {**_SIZES, "vocab_size": 99, "max_position_embeddings": 64}
+# Of transformers: class and configuration.
+TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "minilm": ("Bert", _TEXT),
+    "gpt2": ("GPT2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 99, "n_positions": 64}),
+    "vit": ("ViT", {**_SIZES, "image_size": 16, "patch_size": 4}),
+    "llama": ("Llama", {**_TEXT, "num_key_value_heads": 2}),
+}
+
+
+def transformer(name: str, dtype: str) -> onnx.ModelProto:
+    """A model of that architecture with few and random weights, exported and fused; batch and sequence are dynamic."""
+    import flashonnx
+    import torch
+    import transformers
+
+    prefix, sizes = TRANSFORMERS[name]
+    config = getattr(transformers, f"{prefix}Config")(**sizes, attn_implementation="sdpa")
+    torch.manual_seed(0)
+    kind = getattr(torch, dtype)
+    inner = getattr(transformers, f"{prefix}Model")(config).eval().to(kind)
+
+    class Last(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Any, attention_mask: Any = None) -> Any:
+            if name == "vit":
+                return self.inner(x).last_hidden_state
+            cache = {} if name == "minilm" else {"use_cache": False}
+            return self.inner(input_ids=x, attention_mask=attention_mask, **cache).last_hidden_state
+
+    axes = {0: "batch"} if name == "vit" else {0: "batch", 1: "sequence"}
+    if name == "vit":
+        arguments: tuple[Any, ...] = (torch.randn(2, 3, 16, 16, dtype=kind),)
+    else:
+        arguments = (torch.randint(2, 99, (2, 7)), torch.ones(2, 7, dtype=torch.long))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.onnx")
+        flashonnx.export_onnx(Last().eval(), arguments, path, dynamic_shapes=(axes,) * len(arguments))
+        return onnx.load(path)

@@ -26,4 +26,10 @@ FLASHONNX_API flashonnx_status flashonnx_tensorrt_register() {
   return flashonnx::trt::register_creator(flashonnx::trt::attention_creator());
 }
 
+// What the plugin last refused, and why, since the last call: TensorRT gives such reasons to the
+// first logger that the process had, which need not be the one of the builder that failed.
+FLASHONNX_API flashonnx_status flashonnx_tensorrt_last_error() {
+  return flashonnx::trt::take_last_error();
+}
+
 }  // extern "C"

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <mutex>
 #include <string_view>
+#include <utility>
 
 #include "kernels/common/status.h"
 
@@ -79,6 +80,9 @@ constexpr const char* kLibraries[] = {"libnvinfer.so.11", "libnvinfer.so.10",
 
 std::atomic<void*> logger_finder{nullptr};
 
+std::mutex last_error_mutex;
+flashonnx_status last_error{};
+
 void log_to(const Runtime& runtime, void* logger, const char* message) {
   if (logger != nullptr)
     call<void>(logger, runtime.slots().log, nvinfer1::ILogger::Severity::kERROR, message);
@@ -107,6 +111,10 @@ bool knows(const Runtime& runtime, void* registry, const nvinfer1::IPluginCreato
 void set_logger_finder(void* finder) { logger_finder = finder; }
 
 void log_error(const char* message) noexcept {
+  {
+    const std::lock_guard lock(last_error_mutex);
+    last_error = make_status(FLASHONNX_RUNTIME_ERROR, "%s", message);
+  }
   if (void* finder = logger_finder; finder != nullptr) {
     if (const Runtime runtime = Runtime::of(finder)) {
       return log_to(runtime, call<void*>(finder, runtime.slots().find_logger), message);
@@ -115,6 +123,11 @@ void log_error(const char* message) noexcept {
   for (const char* library : kLibraries) {
     if (const Runtime runtime = Runtime::named(library)) log_to(runtime, runtime.logger(), message);
   }
+}
+
+flashonnx_status take_last_error() noexcept {
+  const std::lock_guard lock(last_error_mutex);
+  return std::exchange(last_error, {});
 }
 
 flashonnx_status register_creator(nvinfer1::IPluginCreatorV3One& creator) {

@@ -15,6 +15,9 @@ void set_logger_finder(void* finder);
 // An error to the runtime's logger; silence where there is none. Never throws.
 void log_error(const char* message) noexcept;
 
+// The latest of them since the last call, from whatever thread; empty if there was none.
+flashonnx_status take_last_error() noexcept;
+
 // Registers `creator` with every TensorRT runtime of the process that does not know it yet.
 flashonnx_status register_creator(nvinfer1::IPluginCreatorV3One& creator);
 

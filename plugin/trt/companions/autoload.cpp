@@ -2,6 +2,8 @@
 // --plugins, trtexec's --staticPlugins, ONNX Runtime's TensorRT provider): opening it registers the
 // creators with every TensorRT of the process. libflashonnx.so itself must not do that, as
 // TensorRT's loadLibrary fails or crashes on a library that has registered its creators already.
+#include <dlfcn.h>
+
 #include <cstdio>
 
 #include "flashonnx/attention.h"
@@ -16,6 +18,10 @@ __attribute__((constructor)) void register_with_tensorrt() {
   const flashonnx_status status = flashonnx_tensorrt_register();
   if (status.code != FLASHONNX_OK) {
     std::fprintf(stderr, "libflashonnx_trt_autoload.so: %s\n", status.message);
+  }
+  // TensorRT-RTX's parser will open it by this name: the one in rtx/, if there is no other.
+  if (dlopen("libtensorrt_rtx.so.1", RTLD_LAZY | RTLD_NOLOAD) != nullptr) {
+    dlopen("libtensorrt_rtx.so", RTLD_LAZY);
   }
 }
 

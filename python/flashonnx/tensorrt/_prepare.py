@@ -6,13 +6,19 @@ import os
 from collections.abc import Iterator, MutableSequence
 from typing import TYPE_CHECKING
 
+from flashonnx.tensorrt._register import PLUGIN
+
 if TYPE_CHECKING:
     import onnx
 
 _INT32_MAX = 2**31 - 1
+_PROVIDER_DOMAIN = "trt.plugins"
+_LARGE = 1024  # bytes; larger weights say nothing about types
 
 
-def prepare_for_tensorrt(model: onnx.ModelProto | str | os.PathLike[str]) -> onnx.ModelProto:
+def prepare_for_tensorrt(
+    model: onnx.ModelProto | str | os.PathLike[str], *, onnxruntime: bool = False
+) -> onnx.ModelProto:
     """A copy of the model in which TensorRT imports each FlashAttention as the plugin.
 
     The portable function bodies go (TensorRT would take them instead of the plugin). Absent optional inputs and
@@ -22,6 +28,8 @@ def prepare_for_tensorrt(model: onnx.ModelProto | str | os.PathLike[str]) -> onn
 
     Args:
         model: a model, or the path of one.
+        onnxruntime: for ONNX Runtime's TensorRT execution provider, which knows plugins as operators of the domain
+            trt.plugins (and needs `trt_extra_plugin_lib_paths` set to `autoload_path()`).
 
     Raises:
         ValueError: an attribute that does not fit into the 32 bits TensorRT has for it, or that the operator does not
@@ -42,7 +50,28 @@ def prepare_for_tensorrt(model: onnx.ModelProto | str | os.PathLike[str]) -> onn
     booleans = _boolean_values(prepared)
     for nodes in _node_lists(prepared):
         _prepare_nodes(nodes, booleans)
+    if onnxruntime:
+        _move_to_provider_domain(prepared)
     return prepared
+
+
+def _move_to_provider_domain(model: onnx.ModelProto) -> None:
+    import onnx
+
+    from flashonnx.export.schema import DOMAIN, OP_TYPE
+
+    name, version, namespace = PLUGIN
+    for nodes in _node_lists(model):
+        for node in nodes:
+            if (node.domain, node.op_type) == (DOMAIN, OP_TYPE):
+                node.op_type, node.domain = name, _PROVIDER_DOMAIN
+                # The domain is no longer the plugin's namespace, so the parser has to be told.
+                for attribute, value in (("plugin_version", version), ("plugin_namespace", namespace)):
+                    node.attribute.append(onnx.helper.make_attribute(attribute, value))
+    for opsets in (model.opset_import, *(function.opset_import for function in model.functions)):
+        for opset in opsets:
+            if opset.domain == DOMAIN:
+                opset.domain, opset.version = _PROVIDER_DOMAIN, 1
 
 
 def _node_lists(model: onnx.ModelProto) -> Iterator[MutableSequence[onnx.NodeProto]]:
@@ -63,16 +92,47 @@ def _boolean_values(model: onnx.ModelProto) -> set[str]:
     from flashonnx.export.schema import register_schema
 
     register_schema()
+    light = _without_weights(model)
     try:
-        inferred = onnx.shape_inference.infer_shapes(model)
-    except (
-        Exception
-    ):  # beyond 2 GB, or a model at odds with itself, which TensorRT will say better: take what is declared
-        inferred = model
-    graph, boolean = inferred.graph, onnx.TensorProto.BOOL
-    values = [*graph.input, *graph.value_info, *graph.output]
-    names = {value.name for value in values if value.type.tensor_type.elem_type == boolean}
-    return names | {tensor.name for tensor in graph.initializer if tensor.data_type == boolean}
+        inferred = onnx.shape_inference.infer_shapes(light)
+    except Exception:  # a model at odds with itself, which TensorRT will say better: take what is declared
+        inferred = light
+    boolean = onnx.TensorProto.BOOL
+    names = {tensor.name for tensor in model.graph.initializer if tensor.data_type == boolean}
+    for graph in _graphs(inferred.graph):
+        for value in [*graph.input, *graph.value_info, *graph.output]:
+            if value.type.tensor_type.elem_type == boolean:
+                names.add(value.name)
+        names |= {tensor.name for tensor in graph.initializer if tensor.data_type == boolean}
+    return names
+
+
+def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """The graph and every graph inside its nodes."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]:
+                yield from _graphs(inner)
+
+
+def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model for inference of types alone: large weights are inputs, so nothing of size is copied."""
+    import onnx
+
+    graph = model.graph
+    light = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions)
+    light.graph.name = graph.name
+    for field in ("node", "input", "output", "value_info"):
+        getattr(light.graph, field).extend(getattr(graph, field))
+    known = {value.name for value in graph.input}
+    for tensor in graph.initializer:
+        if tensor.ByteSize() <= _LARGE:
+            light.graph.initializer.append(tensor)
+        elif tensor.name not in known:
+            info = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+            light.graph.input.append(info)
+    return light
 
 
 def _prepare_nodes(nodes: MutableSequence[onnx.NodeProto], booleans: set[str]) -> None:
