@@ -146,6 +146,7 @@ def install_flashonnx(arguments: argparse.Namespace) -> str:
         "FLASHONNX_CUDA_ARCHITECTURES": arguments.archs,
         "FLASHONNX_ORT_INCLUDE_DIR": str(ORT_FOLDER),
         "FLASHONNX_TENSORRT_INCLUDE_DIR": str(TENSORRT_FOLDER),
+        "FLASHONNX_TESTS": "ON" if arguments.tensorrt else "OFF",
         "FLASHONNX_WERROR": "ON",
     }
     for definition in arguments.define:
@@ -164,9 +165,9 @@ def install_flashonnx(arguments: argparse.Namespace) -> str:
 
 
 def sources() -> list[Path]:
-    """The files that the installed package is made of."""
+    """The files that the installed package, and what is built beside it, are made of."""
     files = [ROOT / "CMakeLists.txt", ROOT / "pyproject.toml", ROOT / "README.md"]
-    for folder in ("plugin", "python", "export"):
+    for folder in ("plugin", "python", "export", "tests/cpp"):
         files += [path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     return sorted(files)
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 SOURCES = (".py", ".cpp", ".h", ".cu", ".cuh")
 # Entry points: of ONNX Runtime, of TensorRT, and of the C API that attention.h declares.
 ONNXRUNTIME = {"RegisterCustomOps"}
-TENSORRT = {"getCreators", "setLoggerFinder", "flashonnx_tensorrt_register"}
+TENSORRT = {"getCreators", "setLoggerFinder", "flashonnx_tensorrt_register", "flashonnx_tensorrt_last_error"}
 # The C library, as glibc splits it up. Everything else is inside, or looked up when a device is there.
 SYSTEM = {"libc.so.6", "libgcc_s.so.1", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1"}
 # What a compiler asks for and any C library may lack.
