@@ -47,15 +47,23 @@ class Buffer:
 
     def numpy(self) -> Array:
         """The content, after a look at the guards."""
-        self.check_guards()
-        inside = self.bytes[self.begin : self.begin + self.size]
-        raw = inside if isinstance(inside, np.ndarray) else inside.cpu().numpy()
-        return raw.view(self.dtype).reshape(self.shape)
+        raw, end = self._on_host(self.bytes), self.begin + self.size
+        self._look_at(raw[: self.begin], raw[end:])
+        return raw[self.begin : end].view(self.dtype).reshape(self.shape)
 
     def check_guards(self) -> None:
-        """What is around the array is as it was."""
-        assert (self.bytes[: self.begin] == 255).all(), "memory before the array was written"
-        assert (self.bytes[self.begin + self.size :] == 255).all(), "memory after the array was written"
+        """What is around the array is as it was; the array itself stays where it is."""
+        end = self.begin + self.size
+        self._look_at(self._on_host(self.bytes[: self.begin]), self._on_host(self.bytes[end:]))
+
+    @staticmethod
+    def _on_host(raw: Any) -> Array:
+        return raw if isinstance(raw, np.ndarray) else raw.cpu().numpy()
+
+    @staticmethod
+    def _look_at(before: Array, after: Array) -> None:
+        assert (before == 255).all(), "memory before the array was written"
+        assert (after == 255).all(), "memory after the array was written"
 
 
 class Problem:
