@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import platform
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 from benchmarks import timing
 from benchmarks.workloads import Workload
 
-PACKAGES = ("torch", "triton", "onnxruntime-gpu", "onnxruntime", "onnx", "flash-attn-4", "numpy")
+PACKAGES = ("torch", "triton", "onnx", "flash-attn-4", "numpy")
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,10 @@ def describe(device: str, library_version: str, commit: str | None = None) -> En
 
     versions = {"python": platform.python_version(), "flashonnx": library_version}
     versions |= {name: found for name in PACKAGES if (found := _version(name))}
+    with contextlib.suppress(ImportError):  # its package has several names, of which more than one may be installed
+        import onnxruntime
+
+        versions["onnxruntime"] = onnxruntime.__version__
     name, driver = platform.processor() or platform.machine(), ""
     if device == "cuda":
         name = torch.cuda.get_device_name()
