@@ -133,17 +133,6 @@ def test_present_in_the_memory_of_past(library: Library, device: str, case: Case
         np.testing.assert_array_equal(cache.numpy()[:, :, case.keys :], 7)
 
 
-_REPEATED = [_BY_ID[i] for i in ("causal-d64-float16", "s577-float32", "llama-decode-bfloat16", "everything")]
-
-
-@on_devices(*_REPEATED)
-def test_runs_are_bit_equal(library: Library, device: str, case: Case) -> None:
-    problem = Problem(library, case, device)
-    first = {name: x.tobytes() for name, x in problem.run().items()}
-    for _ in range(100):
-        assert {name: x.tobytes() for name, x in problem.run().items()} == first
-
-
 @on_devices(Case("batch-mates", batch=3, q_length=1, kv_length=700, lengths=(3, 700, 64), is_causal=1, heads=(4, 2)))
 def test_fixed_split_ignores_batch_mates(library: Library, device: str, case: Case) -> None:
     """With fixed_split a request alone and in a batch give the same bits (flash-attention#1897)."""
@@ -156,50 +145,6 @@ def test_fixed_split_ignores_batch_mates(library: Library, device: str, case: Ca
         alone = Problem(library, replace(case, batch=1, lengths=case.lengths[i : i + 1]), device, inputs=inputs)
         alone.params.fixed_split = 1
         assert alone.run()["Y"].tobytes() == outputs["Y"][i : i + 1].tobytes()
-
-
-def test_eight_threads(library: Library, device: str) -> None:
-    """Different problems at once, each as if it were alone; on CUDA each on a stream of its own."""
-    chosen = [
-        _BY_ID[i] for i in ("d64-s128-float16", "causal-d128-float32", "d200-bfloat16", "everything", "s577-float16")
-    ]
-
-    def work(index: int) -> None:
-        for repeat in range(3):
-            problem = Problem(library, chosen[(index + repeat) % len(chosen)], device)
-            if device == "cpu":
-                problem.check()
-                continue
-            import torch
-
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.default_stream())
-            with torch.cuda.stream(stream):
-                problem.check()
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(work, range(8)))
-
-
-@pytest.mark.gpu
-def test_cuda_graph(library: Library) -> None:
-    """One capture, replayed over new inputs."""
-    import torch
-
-    case = _BY_ID["everything"]
-    problem = Problem(library, case, "cuda")
-    problem.check()  # loads the kernels, which a capture must not do
-    workspace = torch.empty(library.workspace(problem.params), dtype=torch.int8, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        library.run(problem.params, workspace.data_ptr(), torch.cuda.current_stream().cuda_stream)
-    for i in range(2):
-        given = replace(case, id=f"replay {i}").inputs()
-        for name, x in given.items():
-            problem.inputs[name].view.copy_(Buffer(x.shape, x.dtype, "cuda", array=x).view)
-        graph.replay()
-        torch.cuda.synchronize()
-        check_outputs(case, given, {name: buffer.numpy() for name, buffer in problem.outputs.items()})
 
 
 @pytest.mark.gpu

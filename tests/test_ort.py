@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
+from threading import Barrier
+from typing import Any
 
 import cases
 import numpy as np
 import pytest
 from cases import Case
-from nodes import DOMAIN, one_node, open_session, run
+from nodes import DOMAIN, asked_for, one_node, open_session, run
 from onnx import TensorProto, helper
 from seam import check_outputs
 from test_kernels import on_devices
@@ -157,27 +163,97 @@ def test_two_sessions_share_options() -> None:
         check_outputs(case, inputs, run(session, case, inputs))
 
 
-@pytest.mark.gpu
-def test_cuda_graph() -> None:
-    """ONNX Runtime captures a run with our node and replays it over new inputs."""
-    case = replace(_BY_ID["everything"], id="graph")
+@on_devices(*(_BY_ID[i] for i in ("everything", "causal-d64-float16", "llama-decode-bfloat16", "s577-float32")))
+def test_runs_are_bit_equal(device: str, case: Case) -> None:
+    inputs = case.inputs()
+    session = open_session(one_node(case, inputs), device)
+    first = run(session, case, inputs)
+    check_outputs(case, inputs, first)
+    for i in range(1000 if device == "cuda" else 100):
+        for name, out in run(session, case, inputs).items():
+            assert out.tobytes() == first[name].tobytes(), f"{name} of run {i}"
+
+
+def test_two_sessions_on_two_threads(device: str) -> None:
+    """Each of its own model, at the same time, again and again with other inputs."""
+    chosen = [_BY_ID[i] for i in ("everything", "causal-d64-float16")]
+    sessions = [open_session(one_node(case, case.inputs()), device) for case in chosen]
+    together = Barrier(2)
+
+    def work(index: int) -> None:
+        for i in range(30):
+            case = replace(chosen[index], id=f"{chosen[index].id} {i}")
+            inputs = case.inputs()
+            together.wait(60)
+            check_outputs(case, inputs, run(sessions[index], case, inputs))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, range(2)))
+
+
+def _graph_session(case: Case) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
+    """A session that captures its runs, the binding, and its inputs and outputs on the device."""
     inputs = case.inputs()
     providers = [("CUDAExecutionProvider", {"enable_cuda_graph": "1"})]
     session = flashonnx.session(one_node(case, inputs), providers)
     binding = session.io_binding()
     bound = {name: ort.OrtValue.ortvalue_from_numpy(x, "cuda", 0) for name, x in inputs.items()}
-    results = {}
     for name, value in bound.items():
         binding.bind_ortvalue_input(name, value)
-    for name, shape in case.output_shapes().items():
-        results[name] = ort.OrtValue.ortvalue_from_shape_and_type(list(shape), np.float32, "cuda", 0)
+    kinds = {"lse": np.float32}
+    results = {}
+    for name in filter(None, asked_for(case)):
+        shape = list(case.output_shapes()[name])
+        kind = kinds.get(name, cases.numpy_dtype(case.dtype))
+        results[name] = ort.OrtValue.ortvalue_from_shape_and_type(shape, kind, "cuda", 0)
         binding.bind_ortvalue_output(name, results[name])
-    for i in range(3):
-        given = replace(case, id=f"graph {i}").inputs()
+    return session, binding, bound, results
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(_BY_ID["everything"], id="graph"),
+        replace(_BY_ID["everything"], id="graph-float16", dtype="float16"),
+        Case("graph-lengths", kv_length=300, lengths=(300, 300), is_causal=1),
+        Case("graph-lengths-float16", dtype="float16", kv_length=300, lengths=(300, 300), is_causal=1),
+        Case("graph-split", heads=(8, 2), q_length=1, kv_length=5000, lengths=(300, 300), is_causal=1),
+    ],
+    ids=lambda case: case.id,
+)
+def test_cuda_graph(case: Case) -> None:
+    """ONNX Runtime captures a run and replays it over new inputs, and over lengths that change on the device."""
+    session, binding, bound, results = _graph_session(case)
+    for i in range(6):
+        lengths = None if case.lengths is None else (case.keys - 55 * i, 3 * i)
+        given = replace(case, id=f"{case.id} {i}", lengths=lengths).inputs()
         for name, value in bound.items():
             value.update_inplace(given[name])
         session.run_with_iobinding(binding)
         check_outputs(case, given, {name: value.numpy() for name, value in results.items()})
+
+
+@pytest.mark.gpu
+def test_cuda_graph_is_replayed(library_path: str) -> None:
+    """After the first run the library is not called any more: what runs is the graph."""
+    program = """
+import sys
+import cases, test_ort
+session, binding, *_ = test_ort._graph_session(cases.Case("graph", lse=False))
+session.run_with_iobinding(binding)
+print("replays", file=sys.stderr, flush=True)
+for _ in range(5):
+    session.run_with_iobinding(binding)
+"""
+    environment = os.environ | {"FLASHONNX_LIBRARY": library_path, "FLASHONNX_LOG": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, cwd=Path(__file__).parent
+    )
+    assert done.returncode == 0, done.stderr
+    captured, replayed = done.stderr.split("replays")
+    assert "flashonnx: " in captured
+    assert "flashonnx: " not in replayed
 
 
 @pytest.mark.gpu
