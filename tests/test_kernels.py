@@ -85,6 +85,13 @@ def test_strides_beyond_32_bits(library: Library, device: str) -> None:
     problem.check()
 
 
+def test_one_after_another(library: Library, device: str) -> None:
+    """Kernels with little and much shared memory, in one process, back and forth (onnxruntime#28388)."""
+    for name in (f"after-one-another-{i}" for i in (0, 1, 2, 1, 0)):
+        for dtype in cases.DTYPES:
+            Problem(library, replace(_BY_ID[name], dtype=dtype), device).check()
+
+
 @pytest.mark.slow
 @pytest.mark.gpu
 def test_size_beyond_32_bits(library: Library) -> None:
