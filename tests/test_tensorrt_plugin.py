@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +14,19 @@ from cases import Case
 from flashonnx._capi import CUDA, Device, Library
 from nodes import asked_for
 from seam import Problem, check_outputs
-from trt_host import Job, Shapes, drive, find_host, job_of, larger
+from trt_host import Host, Job, Shapes, find_program, job_of, larger
 
 _CASES = [case for case in cases.ALL if not case.gpu]
 # (architecture, multiprocessors, shared memory of a block)
 _DEVICES = ((80, 108, 166912), (89, 142, 101376), (90, 132, 232448), (120, 188, 101376))
 
 
-@pytest.fixture(scope="session")
-def host(library_path: str) -> str:
-    return find_host(library_path)
-
-
-def one(host: str, library: str, job: Job, folder: Path) -> Any:
-    """The result of one job on no device."""
-    (result,), _ = drive(host, library, [job], folder)
-    return result
+@pytest.fixture(scope="module")
+def host(library_path: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Host]:
+    tight = request.config.getoption("--tight")
+    host = Host(find_program(library_path), library_path, tmp_path_factory.mktemp("host"), tight=tight)
+    yield host
+    host.close()
 
 
 _GIVEN = {
@@ -47,13 +45,13 @@ _GIVEN = {
 }
 
 
-def test_fields_survive_serialization(host: str, library_path: str, tmp_path: Path) -> None:
-    result = one(host, library_path, Job("fields", _GIVEN), tmp_path)
+def test_fields_survive_serialization(host: Host) -> None:
+    result = host.do(Job(_GIVEN))[0]
     assert result.fields == _GIVEN | {"planned_workspace": -1}
 
 
-def test_absent_fields_stay_absent(host: str, library_path: str, tmp_path: Path) -> None:
-    result = one(host, library_path, Job("nothing", {}), tmp_path)
+def test_absent_fields_stay_absent(host: Host) -> None:
+    result = host.do(Job({}))[0]
     assert result.fields
     assert {"scale", "q_num_heads", "kv_num_heads"}.isdisjoint(result.fields)
 
@@ -85,50 +83,51 @@ def test_absent_fields_stay_absent(host: str, library_path: str, tmp_path: Path)
     ],
     ids=str,
 )
-def test_creator_refuses(host: str, library_path: str, tmp_path: Path, wrong: dict[str, Any], reason: str) -> None:
-    failure = one(host, library_path, Job("wrong", wrong), tmp_path).failure
+def test_creator_refuses(host: Host, wrong: dict[str, Any], reason: str) -> None:
+    failure = host.do(Job(wrong))[0].failure
     assert failure.startswith("refused by the creator: FlashAttention: ")
     assert reason in failure
 
 
-def test_every_case_is_built(host: str, library: Library, library_path: str, tmp_path: Path) -> None:
+def test_every_case_is_built(host: Host, library: Library) -> None:
     """Types, shapes, formats, and a plan that is enough for the case on every device; restored exactly."""
-    jobs = [job_of(case, larger(case)) for case in _CASES]
-    jobs += [job_of(case, mask_dtype="int8") for case in _CASES if case.mask and case.mask_dtype == "bool"]
-    results, _ = drive(host, library_path, jobs, tmp_path)
-    by_id = {case.id: case for case in _CASES}
-    for job, result in zip(jobs, results, strict=True):
-        assert not result.failure, (job.id, result.failure)
-        assert result.fields["planned_workspace"] == max(result.workspaces), job.id
-        arrays = dict(zip(by_id[job.id].inputs(), job.shapes[0].arrays, strict=True))
-        params = Problem(library, by_id[job.id], inputs=arrays).params
-        for arch, sm_count, shared_memory in _DEVICES:
-            params.device = Device(CUDA, 0, arch, sm_count, shared_memory)
-            assert library.workspace(params) <= result.workspaces[0], (job.id, arch)
+    for case in _CASES:
+        jobs = [job_of(case, larger(case))]
+        if case.mask and case.mask_dtype == "bool":
+            jobs.append(job_of(case, mask_dtype="int8"))
+        for job in jobs:
+            result, _ = host.do(job)
+            assert not result.failure, (case.id, result.failure)
+            assert result.fields["planned_workspace"] == max(result.workspaces), case.id
+            arrays = dict(zip(case.inputs(), job.shapes[0].arrays, strict=True))
+            params = Problem(library, case, inputs=arrays).params
+            for arch, sm_count, shared_memory in _DEVICES:
+                params.device = Device(CUDA, 0, arch, sm_count, shared_memory)
+                assert library.workspace(params) <= result.workspaces[0], (case.id, arch)
 
 
-def test_opening_autoload_registers(host: str, library_path: str, tmp_path: Path) -> None:
+def test_opening_autoload_registers(library_path: str, tmp_path: Path) -> None:
     """Through the registry's virtual functions, which lie elsewhere in TensorRT 10 than in TensorRT-RTX."""
-    case = Case("autoload", mask="b11k")
     autoload = str(Path(library_path).with_name("libflashonnx_trt_autoload.so"))
-    good, bad = job_of(case), Job("wrong", {"is_causal": 2})
-    (built, refused), _ = drive(host, autoload, [good, bad], tmp_path)
-    assert not built.failure
-    assert "attribute 'is_causal' is expected to be 0 or 1, got 2" in refused.failure  # the logger was found
+    host = Host(find_program(library_path), autoload, tmp_path)
+    assert not host.do(job_of(Case("autoload", mask="b11k")))[0].failure
+    # The logger was found.
+    assert "attribute 'is_causal' is expected to be 0 or 1, got 2" in host.do(Job({"is_causal": 2}))[0].failure
+    host.close()
 
 
-def test_maxima_need_not_agree(host: str, library_path: str, tmp_path: Path) -> None:
+def test_maxima_need_not_agree(host: Host) -> None:
     """Bounds of derived shapes may be loose: B is at most 4 here, 5 there, and the mask's keys more than K's."""
     shapes = ((4, 9, 64), (5, 16, 64), (4, 12, 64), (5, 1, 9, 40))
     loose = Shapes([("float16", shape) for shape in shapes], [("float16", (4, 9, 64))], run=False)
     fields = {"q_num_heads": 2, "kv_num_heads": 2, "inputs": "Q,K,V,attn_mask"}
-    assert not one(host, library_path, Job("loose", fields, [loose]), tmp_path).failure
+    assert not host.do(Job(fields, [loose]))[0].failure
 
 
-def test_profiles_add_up(host: str, library_path: str, tmp_path: Path) -> None:
+def test_profiles_add_up(host: Host) -> None:
     """The plan remembers the workspace of its largest profile, whatever comes last."""
     small, large = (Case(f"past-{n}", past=n, kv_length=1, q_length=1) for n in (3, 300))
-    result = one(host, library_path, job_of(small, large, small), tmp_path)
+    result = host.do(job_of(small, large, small))[0]
     assert result.workspaces[0] == result.workspaces[2] < result.workspaces[1]
     assert result.fields["planned_workspace"] == result.workspaces[1]
 
@@ -144,37 +143,33 @@ def test_profiles_add_up(host: str, library_path: str, tmp_path: Path) -> None:
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_refused_while_building(
-    host: str, library_path: str, tmp_path: Path, wrong: dict[str, Any], reason: str
-) -> None:
+def test_refused_while_building(host: Host, wrong: dict[str, Any], reason: str) -> None:
     given = {"Q": ("float16", (2, 5, 64)), "K": ("float16", (2, 7, 64)), "V": ("float16", (2, 7, 64)),
              "attn_mask": ("int32", (2, 1, 1, 7))} | wrong  # fmt: skip
     shapes = Shapes(list(given.values()), [("float16", given["Q"][1])], run=False)
     fields = {"q_num_heads": 2, "kv_num_heads": 2, "inputs": ",".join(given)}
-    failure = one(host, library_path, Job("wrong", fields, [shapes]), tmp_path).failure
+    failure = host.do(Job(fields, [shapes]))[0].failure
     assert "FlashAttention: " in failure
     assert reason in failure
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", cases.ALL, ids=lambda case: case.id)
-def test_enqueue(host: str, library_path: str, tmp_path: Path, case: Case, request: pytest.FixtureRequest) -> None:
+def test_enqueue(host: Host, case: Case) -> None:
     """The whole way of a plugin: see tests/cpp/run.cpp. Two sets of shapes, compared with the reference."""
     variants = (case, larger(case))
-    dtypes = ("int32", "int8") if case.mask and case.mask_dtype == "bool" else ("int32",)
-    jobs = [job_of(*variants, mask_dtype=dtype) for dtype in dtypes]
-    tight = request.config.getoption("--tight")
-    results, data = drive(host, library_path, jobs, tmp_path, gpu=True, tight=tight)
-    for job, result in zip(jobs, results, strict=True):
+    for mask_dtype in ("int32", "int8") if case.mask and case.mask_dtype == "bool" else ("int32",):
+        job = job_of(*variants, mask_dtype=mask_dtype)
+        result, data = host.do(job, gpu=True)
         assert not result.failure
         for variant, shapes in zip(variants, job.shapes, strict=True):
             outputs, data = shapes.read(data)
             names = filter(None, asked_for(variant))
             check_outputs(variant, variant.inputs(), dict(zip(names, outputs, strict=True)))
-    assert not data
+        assert not data
 
 
-def test_no_tensorrt_in_the_process(library_path: str, host: str) -> None:
+def test_no_tensorrt_in_the_process(library_path: str, host: Host) -> None:
     code = (
         "import ctypes, sys\n"
         "class Status(ctypes.Structure): _fields_ = (('code', ctypes.c_int32), ('message', ctypes.c_char * 508))\n"

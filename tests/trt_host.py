@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,8 @@ class Shapes:
 
 @dataclass
 class Job:
-    id: str
+    """A node as plugin fields, and sets of shapes; without those only the creator is asked."""
+
     fields: dict[str, Any]
     shapes: list[Shapes] = field(default_factory=list)
 
@@ -58,7 +59,7 @@ class Result:
     failure: str
 
 
-def find_host(library_path: str) -> str:
+def find_program(library_path: str) -> str:
     """The program beside the library, or in the build that installed it; skips the test if there is none."""
     for folder in (Path(library_path).parent, _ROOT / "build" / "wheel"):
         if (folder / "trt_host").is_file():
@@ -80,7 +81,7 @@ def job_of(case: Case, *variants: Case, mask_dtype: str = "int32") -> Job:
         names = filter(None, asked_for(variant))
         outputs = [("float32" if name == "lse" else variant.dtype, shapes[name]) for name in names]
         sets.append(Shapes([(x.dtype.name, x.shape) for x in arrays], outputs, arrays))
-    return Job(case.id, fields, sets)
+    return Job(fields, sets)
 
 
 def larger(case: Case) -> Case:
@@ -89,39 +90,58 @@ def larger(case: Case) -> Case:
     return replace(case, id=f"{case.id}+1", batch=case.batch + 1, lengths=lengths)
 
 
-def drive(
-    host: str, library: str, jobs: Sequence[Job], folder: Path, *, gpu: bool = False, tight: bool = False
-) -> tuple[list[Result], memoryview]:
-    """Runs the host on the jobs, behind the command of FLASHONNX_TEST_WRAPPER (compute-sanitizer, say) if there is one.
+class Host:
+    """The program, running; it is started again once it has died or a device may be in doubt.
 
-    Args:
-        host: the program.
-        library: libflashonnx.so, or libflashonnx_trt_autoload.so.
-        jobs: what to do.
-        folder: for files.
-        gpu: whether to run on the sets of shapes that have arrays.
-        tight: device memory without guards, for sanitizers.
-
-    Returns:
-        A result for each job, and the outputs, one after the other.
+    The command of FLASHONNX_TEST_WRAPPER (compute-sanitizer, say) goes before it, if there is one.
     """
-    files = [folder / name for name in ("jobs", "inputs", "outputs")]
-    files[0].write_text("".join(map(_lines, jobs)))
-    arguments = [*shlex.split(os.environ.get("FLASHONNX_TEST_WRAPPER", "")), host, library, str(files[0])]
-    if gpu:
-        with files[1].open("wb") as out:
-            for shapes in (shapes for job in jobs for shapes in job.shapes if shapes.run):
-                out.writelines(np.ascontiguousarray(array).tobytes() for array in shapes.arrays)
-        arguments += [str(files[1]), str(files[2]), *(["tight"] if tight else [])]
-    done = subprocess.run(arguments, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
-    results = [_result(text) for text in done.stdout.split("job ")[1:]]
-    assert len(results) == len(jobs)
-    return results, memoryview(files[2].read_bytes() if gpu else b"")
+
+    def __init__(self, program: str, library: str, folder: Path, *, tight: bool = False) -> None:
+        wrapper = shlex.split(os.environ.get("FLASHONNX_TEST_WRAPPER", ""))
+        self._command = [*wrapper, program, library, *(["tight"] if tight else [])]
+        self._files = [folder / name for name in ("inputs", "outputs", "errors")]
+        self._process: subprocess.Popen[str] | None = None
+
+    def do(self, job: Job, *, gpu: bool = False) -> tuple[Result, memoryview]:
+        """Does a job; with `gpu` on the sets of shapes that have arrays too, whose outputs come one after the other."""
+        process = self._process = self._process or self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        inputs, outputs, _ = self._files
+        if gpu:
+            with inputs.open("wb") as file:
+                for array in (array for shapes in job.shapes if shapes.run for array in shapes.arrays):
+                    file.write(np.ascontiguousarray(array).tobytes())
+        lines: list[str] = []
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(_lines(job) + (f"go {inputs} {outputs}\n" if gpu else "go\n"))
+            process.stdin.flush()
+            for line in process.stdout:
+                if line == "done\n":
+                    result = _result(lines)
+                    if gpu and result.failure:
+                        self.close()  # an error of CUDA's may stick to the process
+                    return result, memoryview(outputs.read_bytes() if gpu else b"")
+                lines.append(line)
+        self.close()
+        raise AssertionError("the host ended before its job")
+
+    def _start(self) -> subprocess.Popen[str]:
+        with self._files[2].open("w") as errors:
+            return subprocess.Popen(
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+            )
+
+    def close(self) -> None:
+        """Ends the program; a sanitizer has then told what it found."""
+        if self._process is not None:
+            self._process.communicate()
+            code, self._process = self._process.returncode, None
+            assert code == 0, self._files[2].read_text()[-8000:]
 
 
 def _lines(job: Job) -> str:
-    lines = [f"job {job.id}"]
+    lines = []
     for name, value in job.fields.items():
         kind = {int: "int", float: "float", str: "string"}[type(value)]
         text = value.hex() if isinstance(value, float) else value
@@ -130,12 +150,12 @@ def _lines(job: Job) -> str:
         lines.append("shapes " + ("run" if shapes.run else "profile"))
         for kind, tensors in (("input", shapes.inputs), ("output", shapes.outputs)):
             lines += [" ".join((kind, dtype, *map(str, shape))) for dtype, shape in tensors]
-    return "\n".join(lines) + "\n"
+    return "".join(f"{line}\n" for line in lines)
 
 
-def _result(text: str) -> Result:
+def _result(lines: list[str]) -> Result:
     result = Result({}, [], "")
-    for line in text.splitlines()[1:]:
+    for line in map(str.strip, lines):
         kind, _, rest = line.partition(" ")
         if kind == "field":
             name, dtype, value = rest.split(" ", 2)

@@ -101,26 +101,20 @@ std::string Field::text() const {
   return out.str();
 }
 
-std::vector<Job> read_jobs(std::istream& in) {
-  std::vector<Job> jobs;
-  for (std::string line; std::getline(in, line);) {
-    std::istringstream words(line);
-    std::string kind, word;
-    words >> kind;
-    if (kind == "job") {
-      words >> jobs.emplace_back().id;
-    } else if (kind == "field") {
-      jobs.back().fields.push_back(read_field(words));
-    } else if (kind == "shapes") {
-      words >> word;
-      jobs.back().shapes.emplace_back().run = word == "run";
-    } else if (kind == "input") {
-      jobs.back().shapes.back().inputs.push_back(read_tensor(words));
-    } else if (kind == "output") {
-      jobs.back().shapes.back().outputs.push_back(read_tensor(words));
-    } else {
-      throw std::runtime_error("unknown line: " + line);
-    }
+void read_line(const std::string& line, Job* job) {
+  std::istringstream words(line);
+  std::string kind, word;
+  words >> kind;
+  if (kind == "field") {
+    job->fields.push_back(read_field(words));
+  } else if (kind == "shapes") {
+    words >> word;
+    job->shapes.emplace_back().run = word == "run";
+  } else if (kind == "input") {
+    job->shapes.back().inputs.push_back(read_tensor(words));
+  } else if (kind == "output") {
+    job->shapes.back().outputs.push_back(read_tensor(words));
+  } else {
+    throw std::runtime_error("unknown line: " + line);
   }
-  return jobs;
 }

@@ -1,12 +1,9 @@
-// What the host is told to do, in a format that tests/trt_host.py writes.
+// What the host is told to do, in lines that tests/trt_host.py writes.
 //
-//   job ID
 //   field NAME int|float|string VALUE     as from an ONNX node; a string begins with "="
 //   shapes run|profile                    a set of shapes: run on them too, or only plan for them
 //   input DTYPE DIMS...                   in the node's order
 //   output DTYPE DIMS...
-//
-// The contents of inputs that are run on stand in a second file, one after the other.
 #pragma once
 
 #include <NvInferRuntime.h>
@@ -45,9 +42,8 @@ struct Field {
 };
 
 struct Job {
-  std::string id;
   std::vector<Field> fields;
   std::vector<ShapeSet> shapes;
 };
 
-std::vector<Job> read_jobs(std::istream& in);
+void read_line(const std::string& line, Job* job);

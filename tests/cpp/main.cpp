@@ -1,17 +1,20 @@
 // A host for libflashonnx.so's TensorRT plugin that calls it as TensorRT 10 does, without TensorRT.
 //
-//   trt_host LIBRARY JOBS                          the builder's part alone (no GPU needed)
-//   trt_host LIBRARY JOBS INPUTS OUTPUTS [tight]   the runtime's part too; tight: memory without
-//                                                  guards, for compute-sanitizer
+//   trt_host LIBRARY [tight]
 //
 // LIBRARY may be libflashonnx.so, which is loaded as a plugin library, or
-// libflashonnx_trt_autoload.so, which is only opened. Results go to standard output, a line of
-// "job ID" and then what came of it; a crash is the only failure of the program itself.
+// libflashonnx_trt_autoload.so, which is only opened. Device memory has guards on either side, but
+// for compute-sanitizer ("tight"). Jobs come by standard input: the lines of job.h, then
+//
+//   go                   the builder's part, which needs no GPU
+//   go INPUTS OUTPUTS    the runtime's part too: files with the contents of tensors, in their order
+//
+// What came of a job goes to standard output and ends with the line "done".
 #include <dlfcn.h>
 
-#include <cstring>
 #include <fstream>
 #include <iostream>
+#include <sstream>
 
 #include "nvinfer.h"
 #include "plugin.h"
@@ -33,46 +36,49 @@ nvinfer1::IPluginCreatorV3One& find_creator(const std::string& library) {
   return *static_cast<nvinfer1::IPluginCreatorV3One*>(creator);
 }
 
-void do_job(nvinfer1::IPluginCreatorV3One& creator, const Job& job, std::istream* inputs,
-            std::ostream* outputs, bool guards) {
-  std::cout << "job " << job.id << "\n";
-  try {
-    Plugin plugin = create(creator, job.fields, nvinfer1::TensorRTPhase::kBUILD);
-    check(plugin != nullptr, "refused by the creator");
-    if (job.shapes.empty()) {
-      for (const Field& field : serialized(plugin)) std::cout << "field " << field.text() << "\n";
-      return;
-    }
-    const Plan plan = build(std::move(plugin), job);
-    for (const Field& field : plan.fields) std::cout << "field " << field.text() << "\n";
-    for (size_t size : plan.workspaces) std::cout << "workspace " << size << "\n";
-    const Plugin engine = restore(creator, plan);
-    if (outputs != nullptr) run(engine, plan, job, *inputs, *outputs, guards);
-    const std::string errors = take_errors();
-    check(errors.empty(), errors);
-  } catch (const std::exception& error) {
-    std::cout << "failed " << error.what() << ": " << take_errors() << "\n";
+void do_job(nvinfer1::IPluginCreatorV3One& creator, const Job& job, std::istream& files,
+            bool guards) {
+  Plugin plugin = create(creator, job.fields, nvinfer1::TensorRTPhase::kBUILD);
+  check(plugin != nullptr, "refused by the creator");
+  if (job.shapes.empty()) {
+    for (const Field& field : serialized(plugin)) std::cout << "field " << field.text() << "\n";
+    return;
   }
+  const Plan plan = build(std::move(plugin), job);
+  for (const Field& field : plan.fields) std::cout << "field " << field.text() << "\n";
+  for (size_t size : plan.workspaces) std::cout << "workspace " << size << "\n";
+  const Plugin engine = restore(creator, plan);
+  if (std::string inputs, outputs; files >> inputs >> outputs) {
+    std::ifstream in(inputs, std::ios::binary);
+    std::ofstream out(outputs, std::ios::binary);
+    run(engine, plan, job, in, out, guards);
+  }
+  check(take_errors().empty(), "something was logged");
 }
 
 }  // namespace
 
 int main(int count, char** arguments) {
-  if (count != 3 && count != 5 && count != 6) {
-    std::cerr << "trt_host LIBRARY JOBS [INPUTS OUTPUTS [tight]]\n";
+  if (count < 2) {
+    std::cerr << "trt_host LIBRARY [tight]\n";
     return 2;
   }
   try {
     nvinfer1::IPluginCreatorV3One& creator = find_creator(arguments[1]);
-    std::ifstream jobs(arguments[2]), inputs;
-    std::ofstream outputs;
-    if (count > 3) {
-      inputs.open(arguments[3], std::ios::binary);
-      outputs.open(arguments[4], std::ios::binary);
-    }
-    const bool guards = count < 6;
-    for (const Job& job : read_jobs(jobs)) {
-      do_job(creator, job, &inputs, count > 3 ? &outputs : nullptr, guards);
+    Job job;
+    for (std::string line; std::getline(std::cin, line);) {
+      if (!line.starts_with("go")) {
+        read_line(line, &job);
+        continue;
+      }
+      try {
+        std::istringstream files(line.substr(2));
+        do_job(creator, job, files, count == 2);
+      } catch (const std::exception& error) {
+        std::cout << "failed " << error.what() << ": " << take_errors() << "\n";
+      }
+      std::cout << "done" << std::endl;
+      job = {};
     }
     return 0;
   } catch (const std::exception& error) {
