@@ -81,6 +81,37 @@ def test_nodes_inside_subgraphs_are_prepared() -> None:
         assert [node.op_type for node in attribute.g.node].count("Cast") == 1
 
 
+def test_masks_of_subgraphs_and_large_weights_are_known() -> None:
+    """A mask that only a branch has; a mask compared with a weight too large to be looked at."""
+    model = two_nodes()
+    weight = helper.make_tensor("w", TensorProto.FLOAT, (1, 1, 1, 2000), bytes(8000), raw=True)
+    model.graph.initializer.append(weight)
+    zero = helper.make_tensor("zero", TensorProto.FLOAT, (), [0.0])
+    model.graph.initializer.append(zero)
+    inner = onnx.GraphProto()
+    inner.CopyFrom(model.graph)
+    del inner.input[:], inner.initializer[:]
+    inner.node.insert(0, helper.make_node("Greater", ["w", "zero"], ["positive"]))
+    inner.node[3].input[3] = "positive"
+    condition = helper.make_tensor_value_info("c", TensorProto.BOOL, ())
+    del model.graph.node[:], model.graph.output[:]
+    model.graph.input.append(condition)
+    model.graph.node.append(helper.make_node("If", ["c"], ["r"], then_branch=inner, else_branch=inner))
+    for attribute in prepare_for_tensorrt(model).graph.node[0].attribute:
+        assert [node.op_type for node in attribute.g.node].count("Cast") == 1
+
+
+def test_form_of_onnxruntimes_provider() -> None:
+    """Also of what is prepared already; nothing else has the domain."""
+    once = prepare_for_tensorrt(prepare_for_tensorrt(two_nodes()), onnxruntime=True)
+    assert prepare_for_tensorrt(once, onnxruntime=True) == once
+    first, _, _, second = once.graph.node
+    assert first.domain == second.domain == "trt.plugins"
+    assert attributes_of(first)["plugin_namespace"] == "flashonnx"
+    assert attributes_of(first)["plugin_version"] == "1"
+    assert {opset.domain: opset.version for opset in once.opset_import} == {"": 21, "trt.plugins": 1}
+
+
 def test_wide_windows_become_the_widest() -> None:
     case = _BY_ID["window-huge-left"]
     (node,) = prepare_for_tensorrt(one_node(case, case.inputs())).graph.node
