@@ -97,6 +97,8 @@ BROKEN: dict[str, Callable[[Params], dict[str, Any]]] = {
     "window": lambda p: {"window_left": -2},
     "offset": lambda p: {"causal_offset": 1 << 50},
     "NaN as scale": lambda p: {"scale": math.nan},
+    "negative scale": lambda p: {"scale": -1.0},
+    "reserved": lambda p: {"reserved": 1},
     "negative softcap": lambda p: {"softcap": -1.0},
     "empty row": lambda p: {"empty_row": 2},
     "dropout": lambda p: {"dropout": 0.25},

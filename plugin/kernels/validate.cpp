@@ -43,8 +43,15 @@ flashonnx_status check_elements(const char* name, int64_t batch, int64_t heads, 
 
 enum class Presence { kRequired, kOptional };
 
+flashonnx_status check_reserved(const char* name, int32_t value) {
+  if (value == 0) return ok();
+  return make_status(FLASHONNX_INVALID_ARGUMENT,
+                     "FlashAttention: 'reserved' of '%s' is expected to be 0, got %d", name, value);
+}
+
 flashonnx_status check_tensor(const char* name, const flashonnx_tensor& tensor, Presence presence,
                               uint32_t dtypes, const char* expected, bool dense_rows) {
+  FLASHONNX_RETURN_IF_ERROR(check_reserved(name, tensor.reserved));
   if (tensor.dtype == FLASHONNX_NONE) {
     if (presence == Presence::kOptional) return ok();
     return make_status(FLASHONNX_INVALID_ARGUMENT, "FlashAttention: input '%s' is required", name);
@@ -158,9 +165,13 @@ flashonnx_status check_combinations(const Params& p) {
 }
 
 flashonnx_status check_scalars(const Params& p) {
-  if (!std::isfinite(p.scale)) {
+  FLASHONNX_RETURN_IF_ERROR(check_reserved("params", p.reserved));
+  FLASHONNX_RETURN_IF_ERROR(check_reserved("params' cache", p.reserved_cache));
+  if (!std::isfinite(p.scale) || p.scale < 0) {
     return make_status(FLASHONNX_INVALID_ARGUMENT,
-                       "FlashAttention: 'scale' is expected to be finite, got %g", p.scale);
+                       "FlashAttention: 'scale' is expected to be positive and finite, or 0 for 1 "
+                       "/ sqrt(D), got %g",
+                       p.scale);
   }
   if (!std::isfinite(p.softcap) || p.softcap < 0) {
     return make_status(FLASHONNX_INVALID_ARGUMENT,
