@@ -113,6 +113,15 @@ def test_not_a_library(content: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path
         flashonnx.library_path()
 
 
+def test_other_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A shared library, but not this one."""
+    (tmp_path / "other.c").write_text("int other(void) { return 0; }\n")
+    subprocess.run(["cc", "-shared", "-fPIC", str(tmp_path / "other.c"), "-o", str(tmp_path / "other.so")], check=True)
+    monkeypatch.setenv("FLASHONNX_LIBRARY", str(tmp_path / "other.so"))
+    with pytest.raises(LibraryError, match=r"cannot load .*other\.so.*RegisterCustomOps"):
+        flashonnx.register(ort.SessionOptions())
+
+
 def test_unloadable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A right header does not make a library: what the loader says is passed on."""
     monkeypatch.setenv("FLASHONNX_LIBRARY", str(elf(tmp_path / "hollow.so")))
@@ -136,6 +145,11 @@ def test_register_then_again_by_hand(model: onnx.ModelProto) -> None:
         ort.InferenceSession(model.SerializeToString(), options, providers=CPU)
     with pytest.raises(LibraryError, match=r"registered twice.*call only one of them"):
         flashonnx.session(model, CPU, options)
+
+
+def test_without_registration(model: onnx.ModelProto) -> None:
+    with pytest.raises(Exception, match="flashonnx:FlashAttention"):
+        ort.InferenceSession(model.SerializeToString(), providers=CPU)
 
 
 def test_register_two_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -181,6 +195,17 @@ def test_session_takes_files_bytes_and_protos(model: onnx.ModelProto, tmp_path: 
         flashonnx.session(7, CPU)
 
 
+@pytest.mark.parametrize("content", [b"", b"not a model", b"\x08\x0a\x3a\xff\xff\x01"])
+def test_not_a_model(content: bytes, tmp_path: Path) -> None:
+    """The error names the file, or says that it was none."""
+    path = tmp_path / "broken.onnx"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"session: .*broken\.onnx is not an ONNX model: "):
+        flashonnx.session(path, CPU)
+    with pytest.raises(ValueError, match="session: what was given is not an ONNX model: "):
+        flashonnx.session(content, CPU)
+
+
 def test_models_beyond_2_gb_go_through_a_file(
     model: onnx.ModelProto, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -207,3 +232,15 @@ def test_provider_that_is_not_in_a_list(model: onnx.ModelProto) -> None:
 def test_provider_that_is_not_there(model: onnx.ModelProto) -> None:
     with pytest.warns(UserWarning, match="could not use CUDAExecutionProvider"):
         assert runs(flashonnx.session(model, ["CUDAExecutionProvider", *CPU]))
+
+
+def test_exit_with_an_open_session(tmp_path: Path, model: onnx.ModelProto) -> None:
+    """A program that ends without closing anything ends well."""
+    onnx.save(model, tmp_path / "model.onnx")
+    program = f"""
+import flashonnx, numpy as np
+session = flashonnx.session({str(tmp_path / "model.onnx")!r}, ["CPUExecutionProvider"])
+print(session.run(None, {{x.name: np.zeros(x.shape, "f4") for x in session.get_inputs()}})[0].shape)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "(1, 2, 3, 4)\n"), done.stderr

@@ -75,6 +75,7 @@ def session(
     Raises:
         LibraryError: the library or ONNX Runtime is missing, unsuitable or too old; the message says what to do.
         FileNotFoundError: there is no such model file.
+        ValueError: it is not an ONNX model.
     """
     ort = _onnxruntime()
     options = session_options if session_options is not None else ort.SessionOptions()
@@ -98,6 +99,9 @@ def session(
                     "and register_custom_ops_library each do it; call only one of them on one SessionOptions "
                     "(ONNX Runtime says 'Domain already set in registry')"
                 ) from error
+            if "protobuf" in str(error).lower():  # what cannot be parsed, or has no graph
+                what = os.fspath(path_or_bytes) if isinstance(path_or_bytes, (str, os.PathLike)) else "what was given"
+                raise ValueError(f"session: {what} is not an ONNX model: {_first_line(error)}") from error
             raise
     lost = [provider for provider in wanted if provider not in result.get_providers()]
     if lost:
