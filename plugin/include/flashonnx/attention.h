@@ -113,9 +113,9 @@ typedef struct flashonnx_attention_params {
   int64_t window_right;  // query i sees key j only if j <= i + offset + window_right; -1: no bound
 
   // -- arithmetic
-  float scale;    // multiplies Q K^T, positive; flashonnx_attention_init leaves 0: 1 / sqrt(D)
-  float softcap;  // > 0: scores become softcap * tanh(scores / softcap) before the mask
-  int32_t empty_row;           // FLASHONNX_EMPTY_ROW_*
+  float scale;        // multiplies Q K^T, positive; flashonnx_attention_init leaves 0: 1 / sqrt(D)
+  float softcap;      // > 0: scores become softcap * tanh(scores / softcap) before the mask
+  int32_t empty_row;  // FLASHONNX_EMPTY_ROW_*
   int32_t fixed_split;         // != 0: results of a batch entry do not depend on its batch mates
   flashonnx_tensor sinks;      // optional float32 (Hq), stride[0]: exp(sink) joins the denominator
   flashonnx_tensor q_descale;  // optional float32 {batch, head}: true value = stored value *
