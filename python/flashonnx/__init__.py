@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flashonnx import export as export
     from flashonnx import tensorrt as tensorrt
+    from flashonnx import torch as torch
     from flashonnx._library import LibraryError as LibraryError
     from flashonnx._library import library_path as library_path
     from flashonnx._runtime import register as register
@@ -41,7 +42,7 @@ _PUBLIC = {
     "export_onnx": "flashonnx.export.torch_export",
 }
 
-_MODULES = ("export", "tensorrt")
+_MODULES = ("export", "tensorrt", "torch")
 
 __all__ = [*sorted(_PUBLIC), *_MODULES, "__version__"]
 
