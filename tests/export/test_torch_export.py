@@ -366,10 +366,14 @@ def test_arguments(tmp_path: Path) -> None:
     args = (torch.randn(1, 2, 4, 8),) * 3
     with pytest.raises(TypeError, match="opset="):
         flashonnx.export_onnx(Sdpa(), args, tmp_path / "m.onnx", opset_version=20)
-    with pytest.raises(ValueError, match=r"18 or newer .*, got 11"):
-        flashonnx.export_onnx(Sdpa(), args, tmp_path / "m.onnx", opset=11)
+    for opset in (11, 17, 26, 99):  # torch would convert to 11 afterwards, and leave 99 at 18
+        with pytest.raises(ValueError, match=rf"opset is expected to be 18 to 25, got {opset}"):
+            flashonnx.export_onnx(Sdpa(), args, tmp_path / "m.onnx", opset=opset)
     with pytest.raises(FileNotFoundError, match="no folder"):
         export(Sdpa(), args, tmp_path / "missing" / "m.onnx")
+    with pytest.raises(IsADirectoryError, match=rf"cannot write '{tmp_path}': it is a folder"):
+        export(Sdpa(), args, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_without_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

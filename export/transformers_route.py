@@ -1,0 +1,350 @@
+"""Models of transformers through their own door: its attention interface and its mask interface.
+
+While `Route` is active, every attention layer that asks transformers for an attention function gets
+`torch.ops.flashonnx.attention`: K and V keep their heads, softcaps, sinks and position biases arrive as what they are,
+and masks as what they mean: (batch, keys) padding, is_causal, windows, never queries x keys. Where a mask function is
+more than that the full mask is made, and where anything at all is not understood the export is done without the route.
+
+What may go wrong silently is that a layer reads a mask without asking for the attention function (BLOOM adds it to its
+scores, say). So masks with a meaning are handed out as tokens: a token has no ONNX form, so if anything but our
+attention function has used one the export fails, and is repeated without the route.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+# Not the name of a kernel: transformers looks up names with "flash" in them on its hub.
+NAME = "onnx_fused"
+
+# What attention functions are given besides, and what none of transformers' own eager ones looks at.
+_HARMLESS = frozenset(
+    [
+        "cache_position",
+        "deterministic",
+        "logits_to_keep",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "return_dict",
+        "sliding_window",  # the mask has it
+        "use_cache",
+    ]
+)
+_MASKS = "transformers.masking_utils"
+_PROBE = 1 << 20  # a query position far from both ends
+
+
+class RouteRefusalError(Exception):
+    """A model that the route cannot take, in words that say what it is about."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """Which keys j a query i sees, by position: i - left <= j <= i + right; None: no bound."""
+
+    left: int | None = None
+    right: int | None = None
+
+    def __and__(self, other: Bounds) -> Bounds:
+        lefts = [side for side in (self.left, other.left) if side is not None]
+        rights = [side for side in (self.right, other.right) if side is not None]
+        return Bounds(min(lefts, default=None), min(rights, default=None))
+
+    def attributes(self) -> dict[str, Any]:
+        """As the operator has them."""
+        if self.right == 0:
+            return {"is_causal": True, "left_window_size": -1 if self.left is None else self.left}
+        sides = {"left_window_size": self.left, "right_window_size": self.right}
+        return {name: side for name, side in sides.items() if side is not None}
+
+
+@dataclasses.dataclass(frozen=True)
+class Meaning:
+    """What a mask token stands for.
+
+    Attributes:
+        bounds: by position.
+        padding: (batch, keys) bool, True where the key counts; None: everywhere.
+        lengths: (batch,) the number of keys, where the last query stands at the last key; None: where the first query
+            stands at the first key.
+    """
+
+    bounds: Bounds
+    padding: Any = None
+    lengths: Any = None
+
+
+class Route:
+    """A context in which `model` attends through `torch.ops.flashonnx.attention`; its configuration is restored.
+
+    Attributes:
+        layers: the attention layers (modules) that came through.
+        remarks: what the user should know, e.g. why a mask is full.
+        refusal: why the route cannot be taken, "" as long as it can.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.layers: set[Any] = set()
+        self.remarks: dict[str, None] = {}
+        self.refusal = ""
+        self._configs = _configs(model)
+        self._before: list[tuple[Any, Any]] = []
+
+    def __enter__(self) -> Self:
+        functions, masks = _interfaces()
+        functions.register(NAME, self.attend)
+        masks.register(NAME, self.mask)
+        for config in self._configs:
+            self._before.append((config, config._attn_implementation_internal))
+            config._attn_implementation_internal = NAME
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._before:
+            config, before = self._before.pop()
+            config._attn_implementation_internal = before
+        for interface in _interfaces():
+            interface._global_mapping.pop(NAME, None)
+
+    def _refuse(self, reason: str) -> RouteRefusalError:
+        self.refusal = self.refusal or reason
+        return RouteRefusalError(reason)
+
+    def mask(
+        self,
+        batch_size: Any,
+        q_length: Any,
+        kv_length: Any,
+        q_offset: Any = 0,
+        kv_offset: Any = 0,
+        mask_function: Any = None,
+        attention_mask: Any = None,
+        use_vmap: bool = False,
+        device: Any = "cpu",
+        **kwargs: Any,
+    ) -> Any:
+        """The mask interface: a token if the mask is all structure, else transformers' own (B, 1, Sq, Sk) bool mask."""
+        import torch
+        from torch.fx.experimental.symbolic_shapes import statically_known_true as known
+        from transformers.masking_utils import prepare_padding_mask, sdpa_mask
+
+        bounds = None if use_vmap else bounds_of(mask_function)
+        offset = q_offset - kv_offset
+        at_end = not isinstance(offset, torch.Tensor) and not known(offset == 0)
+        if isinstance(offset, torch.Tensor) or (at_end and not known(offset == kv_length - q_length)):
+            bounds = None
+        if bounds is None or (attention_mask is not None and attention_mask.ndim != 2):
+            self.remarks[f"a mask stays queries x keys: {_name(mask_function)} is no plain window or triangle"] = None
+            kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+            return sdpa_mask(
+                batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+                use_vmap=use_vmap, device=device, **kwargs,
+            )  # fmt: skip
+        padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+        if padding is not None:
+            padding = padding[:, kv_offset : kv_offset + kv_length].to(torch.bool)
+        lengths = None
+        if at_end and bounds != Bounds():
+            lengths = torch.full((batch_size,), kv_length, dtype=torch.int64, device=device)
+        token = _token_op()(torch.empty(0, dtype=torch.bool, device=device), batch_size, q_length, kv_length)
+        token.flashonnx = Meaning(bounds, padding, lengths)
+        return token
+
+    def attend(
+        self,
+        module: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        attention_mask: Any,
+        dropout: float = 0.0,
+        scaling: Any = None,
+        is_causal: bool | None = None,
+        softcap: float | None = None,
+        s_aux: Any = None,
+        position_bias: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Any, None]:
+        """The attention interface: query (B, Hq, Sq, D), key and value (B, Hkv, Sk, D), the result (B, Sq, Hq, Dv)."""
+        import torch
+
+        layer = type(module).__name__
+        for name, argument in kwargs.items():
+            if name not in _HARMLESS and argument is not None and argument is not False:
+                raise self._refuse(f"{layer} passes '{name}', which the route does not know")
+        if _weights_are_wanted():
+            raise self._refuse("the attention weights are an output; export without output_attentions")
+        if dropout:
+            from flashonnx.export.torch_nodes import warn_of_dropout
+
+            warn_of_dropout(dropout)
+        if scaling is not None and not (isinstance(scaling, (int, float)) and scaling > 0):
+            query, scaling = query * scaling, 1.0
+        meaning = getattr(attention_mask, "flashonnx", None)
+        if meaning is None and attention_mask is None:
+            meaning = self._without_mask(module, query, key, is_causal)
+        lengths, attributes = None, {}
+        if meaning is not None:
+            attributes, lengths = meaning.bounds.attributes(), meaning.lengths
+            attention_mask = None if meaning.padding is None else meaning.padding[:, None, None, :]
+        elif attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
+            raise self._refuse(f"{layer} has a mask of dtype {attention_mask.dtype}, neither bool nor additive")
+        attention_mask = _with_bias(attention_mask, position_bias, key)
+        sinks = None if s_aux is None else s_aux.reshape(-1).float()
+        y = torch.ops.flashonnx.attention(
+            query, key, value, attention_mask, None, None, lengths, sinks,
+            scale=scaling, softcap=softcap or 0.0, **attributes,
+        )  # fmt: skip
+        self.layers.add(module)
+        return y.transpose(1, 2), None
+
+    def _without_mask(self, module: Any, query: Any, key: Any, is_causal: bool | None) -> Meaning:
+        """What a missing mask means, as transformers' own sdpa function has it."""
+        from torch.fx.experimental.symbolic_shapes import statically_known_true as known
+
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        if not causal:
+            return Meaning(Bounds())
+        # Its function is causal then but for a single query, which sees all keys.
+        if not known(query.shape[2] == key.shape[2]):
+            raise self._refuse(f"{type(module).__name__} is causal without a mask, over other keys than its queries")
+        return Meaning(Bounds(right=0))
+
+
+def _with_bias(mask: Any, bias: Any, key: Any) -> Any:
+    """One mask input for both: bool, or additive in K's dtype."""
+    import torch
+
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(key.dtype)
+    if mask is not None and mask.shape[-1] == 1:
+        mask = mask.expand(*mask.shape[:-1], key.shape[2])  # PyTorch broadcasts it, the operator would pad it
+    if bias is None:
+        return mask
+    bias = bias.to(key.dtype)
+    if mask is None:
+        return bias
+    return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask
+
+
+def bounds_of(function: Any) -> Bounds | None:
+    """The bounds that a mask function of transformers stands for; None if it may be more than bounds.
+
+    Recognised by name, and then asked: a function that does not answer as its name promises is not trusted.
+    """
+    if getattr(function, "__module__", None) != _MASKS:
+        return None
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    held = {name: cell.cell_contents for name, cell in cells}
+    if function.__qualname__ == "and_masks.<locals>.and_mask":
+        parts = [bounds_of(part) for part in held["mask_functions"]]
+        known = [part for part in parts if part is not None]
+        return functools.reduce(Bounds.__and__, known, Bounds()) if len(known) == len(parts) else None
+    window = held.get("sliding_window")
+    if window is not None and not (isinstance(window, int) and 0 < window < _PROBE // 2):
+        return None
+    bounds = {
+        "causal_mask_function": Bounds(right=0),
+        "bidirectional_mask_function": Bounds(),
+        "sliding_window_overlay.<locals>.inner_mask": Bounds(left=(window or 0) - 1),
+        "sliding_window_bidirectional_overlay.<locals>.inner_mask": Bounds(window, window),
+    }.get(function.__qualname__)
+    return bounds if bounds is not None and _answers_as(function, bounds) else None
+
+
+def _answers_as(function: Callable[..., Any], bounds: Bounds) -> bool:
+    """Whether a function of positions lets pass what lies within `bounds`, asked on both sides of each edge."""
+    left, right = bounds.left, bounds.right
+    edges = {0, _PROBE // 2, -_PROBE // 2}
+    edges |= {-left, -left - 1} if left is not None else set()
+    edges |= {right, right + 1} if right is not None else set()
+    try:
+        return all(
+            bool(function(0, 0, _PROBE, _PROBE + edge))
+            == ((left is None or edge >= -left) and (right is None or edge <= right))
+            for edge in edges
+        )
+    except Exception:  # it wants more than positions
+        return False
+
+
+def candidate(model: Any) -> str | None:
+    """None if `model` holds models of transformers that the route may be tried on; else why not ("": it holds none)."""
+    if "transformers" not in sys.modules:
+        return ""
+    from transformers import PreTrainedModel
+
+    models = [module for module in getattr(model, "modules", list)() if isinstance(module, PreTrainedModel)]
+    if not models:
+        return ""
+    try:
+        _interfaces()
+    except (ImportError, AttributeError) as error:
+        return f"this transformers has no attention and mask interfaces ({error}); update it"
+    for module in models:
+        if not getattr(module, "_can_set_attn_implementation", lambda: False)():
+            return f"{type(module).__name__} does not ask transformers for its attention function"
+        if getattr(module.config, "output_attentions", False):
+            return f"{type(module).__name__} gives its attention weights; set output_attentions to False"
+    return None
+
+
+def _configs(model: Any) -> list[Any]:
+    """Every configuration in `model` that says which attention function to take, each once."""
+    from transformers import PreTrainedConfig
+
+    found: dict[int, Any] = {}
+    pending = [getattr(module, "config", None) for module in model.modules()]
+    while pending:
+        config = pending.pop()
+        if isinstance(config, PreTrainedConfig) and id(config) not in found:
+            found[id(config)] = config
+            pending += [getattr(config, name, None) for name in config.sub_configs]
+    return list(found.values())
+
+
+def _interfaces() -> tuple[Any, Any]:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
+
+
+def _weights_are_wanted() -> bool:
+    """Whether transformers collects attention weights, which fused attention never forms, in this forward call."""
+    try:
+        from transformers.utils.output_capturing import _active_collector
+    except ImportError:
+        return False
+    return any("attentions" in name for name in _active_collector.get() or ())
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__qualname__", repr(function)).replace(".<locals>", "")
+
+
+@functools.cache
+def _token_op() -> Any:
+    """An operator without a meaning or an ONNX form, in the shape of a full mask, which only fake tensors have."""
+    import torch
+
+    def run(like: Any, batch: int, queries: int, keys: int) -> Any:
+        raise RuntimeError("a mask token of an export was used outside it")
+
+    op = torch.library.custom_op(
+        "flashonnx::mask_token",
+        run,
+        mutates_args=(),
+        schema="(Tensor like, SymInt batch, SymInt queries, SymInt keys) -> Tensor",
+    )
+    op.register_fake(lambda like, batch, queries, keys: like.new_empty((batch, 1, queries, keys)))
+    return torch.ops.flashonnx.mask_token
