@@ -64,6 +64,18 @@ def test_last_dimension_of_one() -> None:
     assert "Expand" in op_types(model)
 
 
+@pytest.mark.parametrize("name", ["c", ""])
+def test_last_dimension_that_may_be_one(name: str) -> None:
+    """Only an axis with the keys' own name is taken to be as long: another may be 1 when the model runs."""
+    model = parse(masked(""), f"{QKV}, float[b,1,s,c] m", Y)
+    if not name:
+        model.graph.input[3].type.tensor_type.shape.dim[3].ClearField("dim_param")
+    sizes = {"b": 2, "s": 5, "t": 7}
+    for columns in (1, 7):
+        mask = np.linspace(-1, 1, 10 * columns, dtype=np.float32).reshape(2, 1, 5, columns)
+        fuse_and_check(model, sizes | {name: columns}, m=mask)
+
+
 def test_mask_that_widens_the_scores() -> None:
     """A mask of two batches over scores of a batch that may be one: the answer would have two."""
     _, report = fuse_and_check(parse(masked(""), f"{QKV}, float[2,1,s,t] m", Y), fused=0, total=1)
