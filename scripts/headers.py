@@ -144,6 +144,8 @@ def bring_tensorrt_headers() -> str:
 
 def copy(source: Path, folder: Path) -> None:
     """Makes a folder of the headers that are ours to use: `source` may be a system's /usr/include."""
+    if source.resolve() == folder.resolve():
+        return
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for pattern in ("onnxruntime_*.h", "NvInfer*.h"):

@@ -65,6 +65,17 @@ def test_ort_headers_of_the_system(setup: ModuleType, tmp_path: Path, monkeypatc
     }
 
 
+def test_headers_that_are_in_their_place(setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    headers = sys.modules["headers"]
+    for folder, header in (("ORT_FOLDER", "onnxruntime_c_api.h"), ("TENSORRT_FOLDER", "NvInfer.h")):
+        (tmp_path / header).write_text("")
+        monkeypatch.setattr(headers, folder, tmp_path)
+    assert headers.bring_headers(str(tmp_path), str(tmp_path)) == "are there"
+    assert len(list(tmp_path.iterdir())) == 2
+    with pytest.raises(setup.SetupError, match=r"there is no onnxruntime_c_api\.h in elsewhere"):
+        headers.bring_headers("elsewhere", None)
+
+
 def test_no_ort_headers(setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a system that has them, apt or npm: what was tried, and what to do."""
     headers = sys.modules["headers"]
