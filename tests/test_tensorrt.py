@@ -256,18 +256,21 @@ def test_build_engine_says_why_not(tmp_path: Path, environment: dict[str, str]) 
         assert re.search(reason, result["error"], re.DOTALL), (name, result)
 
 
-_REGISTER_TWICE = """
-import ctypes, tensorrt_rtx, flashonnx.tensorrt
-from flashonnx import library_path
+_REGISTER = """
+import ctypes, sys, flashonnx, tensorrt_rtx, flashonnx.tensorrt
 class Status(ctypes.Structure):
     _fields_ = (("code", ctypes.c_int32), ("message", ctypes.c_char * 508))
-library = ctypes.CDLL(library_path())
+library = ctypes.CDLL(flashonnx.library_path())
 library.flashonnx_tensorrt_register.restype = Status
 def by_c():
     status = library.flashonnx_tensorrt_register()
     assert status.code == 0, status.message
 def by_python():
     flashonnx.tensorrt.register()
+def by_opening():
+    ctypes.CDLL(flashonnx.tensorrt.autoload_path())
+def session():
+    assert flashonnx.session(sys.argv[1], ["CPUExecutionProvider"])  # which closes the library at once
 for step in ({order}):
     step()
 creators = tensorrt_rtx.get_plugin_registry().all_creators
@@ -275,9 +278,16 @@ print(sum(creator.name == "FlashAttention" for creator in creators))
 """
 
 
-@pytest.mark.parametrize("order", ["by_python, by_python", "by_c, by_c", "by_c, by_python", "by_python, by_c"])
-def test_registration_happens_once(environment: dict[str, str], order: str) -> None:
-    done = subprocess.run([sys.executable, "-c", _REGISTER_TWICE.format(order=order)],
+@pytest.mark.parametrize(
+    "order",
+    ["by_python, by_python", "by_c, by_c", "by_c, by_python", "by_python, by_c", "by_opening, by_python",
+     "by_python, by_opening", "session, by_python, session", "session, by_opening, session"],
+)  # fmt: skip
+def test_registration_happens_once(tmp_path: Path, environment: dict[str, str], order: str) -> None:
+    """TensorRT refuses a library that has a plugin it knows; ONNX Runtime closes one that TensorRT still needs."""
+    case = Case("small")
+    model = save(one_node(case, case.inputs()), tmp_path)
+    done = subprocess.run([sys.executable, "-c", _REGISTER.format(order=order), model],
                           env=environment, capture_output=True, text=True)  # fmt: skip
     assert done.stdout.split() == ["1"], done.stderr
     assert "Error" not in done.stderr
