@@ -18,7 +18,7 @@ EDGES = tuple(edge + d for edge in (8, 16, 32, 64, 96, 128, 192, 256, 512) for d
 DIMS = (8, 16, 31, 32, 33, 40, 48, 63, 64, 65, 72, 80, 95, 96, 97, 100, 112, 127, 128, 129, 160, 191, 192, 193, 200,
         224, 255, 256, 257, 320, 384, 500, 511, 512)  # fmt: skip
 GROUPS = (1, 1, 1, 2, 3, 4, 5, 7, 8, 16, 71)
-LAYOUTS = ("bhsd", "bshd", "bshd", "3hd", "3hd_flat", "h3d", "h3d_flat", "gqa", "time_major")
+PACKED = ("gqa", "gqa", "3hd", "3hd_flat", "h3d", "h3d_flat", "time_major")
 MASKS = ("bhqk", "b1qk", "bh1k", "b11k", "1hqk", "11qk", "1h1k", "111k", "hqk", "1qk", "h1k", "11k", "qk", "1k", "k")
 FILLS = ("random", "bias", "first row", "all", "last batch", "padding", "finfo.min", "-1e4")
 
@@ -69,13 +69,16 @@ def problem(draw: Draw, id: str, *, node: bool = False, work: int | None = None)
         node: only what a node takes: no integer masks.
         work: multiplications, about; default: LITTLE_WORK, rarely MUCH_WORK.
     """
+    decode = draw.integer(0, 15) == 15  # few queries, so many keys that they are split
     if work is None:
-        work = sometimes(draw, lambda: MUCH_WORK, LITTLE_WORK, 32)
-    layout = draw.choice(LAYOUTS)
-    packed = layout not in ("bhsd", "bshd")
+        work = MUCH_WORK if decode else sometimes(draw, lambda: MUCH_WORK, LITTLE_WORK, 32)
+    packed = not decode and draw.integer(0, 2) == 2
+    layout = draw.choice(PACKED if packed else ("bhsd", "bshd"))
     head_dim = _dim(draw)
     value_dim = None if packed else sometimes(draw, lambda: _dim(draw), None)
     q_length, kv_length = _length(draw), _length(draw)
+    if decode:
+        q_length, kv_length = draw.integer(1, 8), draw.integer(256, 6000)
     past = sometimes(draw, lambda: sometimes(draw, lambda: _length(draw), draw.integer(0, 70), 3), None)
     dims = head_dim + (head_dim if value_dim is None else value_dim)
     if packed:
@@ -96,7 +99,7 @@ def problem(draw: Draw, id: str, *, node: bool = False, work: int | None = None)
     kv_heads = draw.integer(1, max(min(room, 3), 1))
     groups = [group for group in GROUPS if group * kv_heads <= room] if layout in ("bhsd", "bshd", "gqa") else []
     heads = kv_heads * draw.choice(groups or [1])
-    most = sometimes(draw, lambda: 200, 4, 20)
+    most = 2 if decode else sometimes(draw, lambda: 200, 4, 20)
     batch = sometimes(draw, lambda: 0, draw.integer(1, max(min(room // heads, most), 1)), 40)
     keys = kv_length + (past or 0)
     return _features(
