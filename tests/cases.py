@@ -274,13 +274,13 @@ ODD = [
     ),
 ]
 
-_LAYOUTS = ("bhsd", "bshd", "3hd", "3hd_flat", "h3d", "h3d_flat", "gqa", "time_major")
+LAYOUTS = ("bhsd", "bshd", "3hd", "3hd_flat", "h3d", "h3d_flat", "gqa", "time_major")
 _MASKS = ("bhqk", "b1qk", "bh1k", "b11k", "1hqk", "11qk", "1h1k", "111k", "hqk", "1qk", "h1k", "11k", "qk", "1k", "k")
 
 FEATURES = [
-    *(c for name in _LAYOUTS for c in typed(square(f"layout-{name}", 33, layout=name, head_dim=20))),
-    *(square(f"layout-{name}-causal-lengths", 33, layout=name, is_causal=1, lengths=(33, 9)) for name in _LAYOUTS),
-    *(square(f"layout-{n}-past", 9, layout=n, past=6, is_causal=1, present=True) for n in _LAYOUTS),
+    *(c for name in LAYOUTS for c in typed(square(f"layout-{name}", 33, layout=name, head_dim=20))),
+    *(square(f"layout-{name}-causal-lengths", 33, layout=name, is_causal=1, lengths=(33, 9)) for name in LAYOUTS),
+    *(square(f"layout-{n}-past", 9, layout=n, past=6, is_causal=1, present=True) for n in LAYOUTS),
     square("layout-gqa-8-2", 33, layout="gqa", heads=(8, 2), head_dim=20),
     square("layout-gqa-6-2-mask", 33, layout="gqa", heads=(6, 2), mask="b11k"),
     # Groups: query head h reads key head h // group (onnx 1.18 tiled); any size (flashinfer#996).

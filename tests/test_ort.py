@@ -101,6 +101,22 @@ def test_shapes_are_inferred() -> None:
     }
 
 
+@pytest.mark.parametrize("past", [None, 6])
+@pytest.mark.parametrize("layout", cases.LAYOUTS)
+def test_shapes_are_inferred_of_every_layout(layout: str, past: int | None) -> None:
+    """From known sizes: what the session reports of outputs that are declared without shapes."""
+    heads = (6, 2) if layout in ("bhsd", "bshd", "gqa") else (3, 3)
+    value_dim = 12 if layout in ("bhsd", "bshd") else None
+    case = cases.square("shapes", 9, dtype="float16", layout=layout, past=past, heads=heads, head_dim=20,
+                        value_dim=value_dim, present=True)  # fmt: skip
+    model = one_node(case, case.inputs())
+    for output in model.graph.output:
+        output.type.tensor_type.ClearField("shape")
+    found = {output.name: (output.type, tuple(output.shape)) for output in open_session(model).get_outputs()}
+    kinds = {"lse": "tensor(float)"}
+    assert found == {n: (kinds.get(n, "tensor(float16)"), shape) for n, shape in case.output_shapes().items()}
+
+
 def test_attention_between_other_nodes(device: str) -> None:
     """Our node reads what a node before it wrote, and the next reads ours, many times (onnxruntime#6952, #17412)."""
     case = _BY_ID["d64-s128-float32"]
