@@ -1,11 +1,11 @@
-"""The headers of ONNX Runtime and of TensorRT, which their wheels lack, brought into build/headers.
+"""The headers of ONNX Runtime and TensorRT, which their wheels lack, and of CUTLASS, brought into build/headers.
 
 CMakeLists.txt looks there, and a source distribution takes them along.
 
 ONNX Runtime's are the system's where it has them; else those of Debian's libonnxruntime-dev, of a suite newer than this
 machine's where that is needed, downloaded with this machine's own apt and unpacked without being installed; else, where
 there is an npm, those in ONNX Runtime's framework for iOS that the npm package com.github.asus4.onnxruntime carries
-(150 MB). TensorRT's are those of the wheel kernel-lens.
+(150 MB). TensorRT's are those of the wheel kernel-lens; CUTLASS's, those of nvidia-cutlass that our kernels include.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from steps import BUILD, CONSTRAINTS, SetupError, pip, run
+from steps import BUILD, CONSTRAINTS, ROOT, SetupError, pip, run
 
 ORT_FOLDER, ORT_HEADER = BUILD / "headers" / "onnxruntime", "onnxruntime_c_api.h"
 TENSORRT_FOLDER, TENSORRT_HEADER = BUILD / "headers" / "tensorrt", "NvInfer.h"
+CUTLASS_FOLDER = BUILD / "headers" / "cutlass"
 ORT_PACKAGE = "libonnxruntime-dev"
 ORT_SUITE = "trixie"  # the first Debian that has it
 ORT_NPM_PACKAGE = "com.github.asus4.onnxruntime@0.4.9"
 TENSORRT_WHEEL = "kernel-lens"
+CUTLASS_WHEEL = "nvidia-cutlass"
 
 
-def bring_headers(ort_given: str | None, tensorrt_given: str | None) -> str:
+def bring_headers(ort_given: str | None, tensorrt_given: str | None, cutlass_given: str | None = None) -> str:
     """Fills build/headers from the folders given, or from where they are to be had if they are not there."""
     told = []
     for folder, header, given, bring in (
@@ -41,6 +43,11 @@ def bring_headers(ort_given: str | None, tensorrt_given: str | None) -> str:
             copy(Path(given), folder)
         elif not (folder / header).exists():
             told.append(f"{header} from {bring()}")
+    wanted = included(ROOT / "plugin" / "kernels", (".cuh", ".cu", ".h"))
+    if cutlass_given:
+        copy_included(wanted, Path(cutlass_given))
+    elif not all((CUTLASS_FOLDER / header).exists() for header in wanted):
+        told.append(f"CUTLASS from {bring_cutlass_headers(wanted)}")
     return ", ".join(told) or "are there"
 
 
@@ -126,20 +133,63 @@ def ort_headers_of_npm(work: Path) -> Path:
 
 
 def bring_tensorrt_headers() -> str:
-    work = BUILD / "tensorrt_headers"
-    shutil.rmtree(work, ignore_errors=True)
     try:
-        pip("download", "--no-deps", "-c", str(CONSTRAINTS), "-d", str(work), TENSORRT_WHEEL)
-        with zipfile.ZipFile(first(work.glob("*.whl"))) as wheel:
-            wheel.extractall(work)
-        copy(first(work.rglob(TENSORRT_HEADER)).parent, TENSORRT_FOLDER)
+        copy(first(unpacked(TENSORRT_WHEEL).rglob(TENSORRT_HEADER)).parent, TENSORRT_FOLDER)
     except SetupError as error:
         raise SetupError(
             f"TensorRT's headers come from the wheel {TENSORRT_WHEEL}, which could not be had. Name a folder that "
             f"holds {TENSORRT_HEADER}: --tensorrt-headers DIR, or FLASHONNX_TENSORRT_INCLUDE_DIR=DIR\n{error}"
         ) from None
-    shutil.rmtree(work)
     return f"the wheel {TENSORRT_WHEEL}"
+
+
+def bring_cutlass_headers(wanted: set[str]) -> str:
+    try:
+        copy_included(wanted, first(unpacked(CUTLASS_WHEEL).rglob("include/cute")).parent)
+    except SetupError as error:
+        raise SetupError(
+            f"CUTLASS's headers come from the wheel {CUTLASS_WHEEL}, which could not be had. Name a folder that "
+            f"holds cute/ and cutlass/: --cutlass-headers DIR, or FLASHONNX_CUTLASS_INCLUDE_DIR=DIR\n{error}"
+        ) from None
+    return f"the wheel {CUTLASS_WHEEL}"
+
+
+def unpacked(wheel: str) -> Path:
+    """A folder with what is in a wheel of PyPI."""
+    work = BUILD / "wheels" / wheel
+    shutil.rmtree(work, ignore_errors=True)
+    pip("download", "--no-deps", "-c", str(CONSTRAINTS), "-d", str(work), wheel)
+    with zipfile.ZipFile(first(work.glob("*.whl"))) as archive:
+        archive.extractall(work)
+    return work
+
+
+def included(path: Path, suffixes: tuple[str, ...]) -> set[str]:
+    """The headers of CUTLASS that the files of a folder name."""
+    files = [file for file in path.rglob("*") if file.suffix in suffixes]
+    return {name for file in files for name in includes(file) if name.startswith(("cute/", "cutlass/"))}
+
+
+def includes(file: Path) -> list[str]:
+    return re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', file.read_text(), re.M)
+
+
+def copy_included(wanted: set[str], source: Path) -> None:
+    """Copies headers of CUTLASS and those that they include: 7 of 800."""
+    if source.resolve() == CUTLASS_FOLDER.resolve():
+        return
+    shutil.rmtree(CUTLASS_FOLDER, ignore_errors=True)
+    pending = {source / header for header in wanted}
+    while pending:
+        header = pending.pop()
+        copied = CUTLASS_FOLDER / header.relative_to(source)
+        if not header.is_file():
+            raise SetupError(f"there is no {header.relative_to(source)} in {source}")
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(header, copied)
+        for folder in (source, header.parent):
+            others = (folder / name for name in includes(header))
+            pending |= {f for f in others if f.is_file() and not (CUTLASS_FOLDER / f.relative_to(source)).exists()}
 
 
 def copy(source: Path, folder: Path) -> None:

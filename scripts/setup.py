@@ -6,9 +6,9 @@ Four steps; one whose inputs have not changed is skipped, so a second run takes 
 
 1. environment: .venv, from the Python that runs this script (3.11 or newer)
 2. packages: what pyproject.toml names, in the versions of scripts/constraints.txt
-3. headers: ONNX Runtime's and TensorRT's into build/headers, as scripts/headers.py says (the system is not touched), or
-   from folders named by --ort-headers and --tensorrt-headers, or by FLASHONNX_ORT_INCLUDE_DIR and
-   FLASHONNX_TENSORRT_INCLUDE_DIR
+3. headers: those of ONNX Runtime, TensorRT and CUTLASS into build/headers, as scripts/headers.py says (the system is
+   not touched), or from folders named by --ort-headers, --tensorrt-headers and --cutlass-headers, or by
+   FLASHONNX_ORT_INCLUDE_DIR, FLASHONNX_TENSORRT_INCLUDE_DIR and FLASHONNX_CUTLASS_INCLUDE_DIR
 4. flashonnx: built with CMake into build/wheel and installed into .venv, as a user's `pip install .` would
 
 What the tools say goes to build/setup.log.
@@ -39,7 +39,10 @@ def main() -> int:
     steps = [
         ("environment", lambda: make_environment()),
         ("packages", lambda: install_packages(arguments.tensorrt)),
-        ("headers", lambda: bring_headers(arguments.ort_headers, arguments.tensorrt_headers)),
+        (
+            "headers",
+            lambda: bring_headers(arguments.ort_headers, arguments.tensorrt_headers, arguments.cutlass_headers),
+        ),
         ("flashonnx", lambda: install_flashonnx(arguments)),
     ]
     if arguments.no_build:
@@ -67,6 +70,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--no-build", action="store_true", help="stop after the headers")
     parser.add_argument("--ort-headers", default=os.environ.get("FLASHONNX_ORT_INCLUDE_DIR"), metavar="DIR")
     parser.add_argument("--tensorrt-headers", default=os.environ.get("FLASHONNX_TENSORRT_INCLUDE_DIR"), metavar="DIR")
+    parser.add_argument("--cutlass-headers", default=os.environ.get("FLASHONNX_CUTLASS_INCLUDE_DIR"), metavar="DIR")
     parser.add_argument("--define", action="append", default=[], metavar="NAME=VALUE", help="another CMake option")
     return parser.parse_args()
 

@@ -70,10 +70,34 @@ def test_headers_that_are_in_their_place(setup: ModuleType, tmp_path: Path, monk
     for folder, header in (("ORT_FOLDER", "onnxruntime_c_api.h"), ("TENSORRT_FOLDER", "NvInfer.h")):
         (tmp_path / header).write_text("")
         monkeypatch.setattr(headers, folder, tmp_path)
+    monkeypatch.setattr(headers, "ROOT", tmp_path)  # without kernels, so without CUTLASS
     assert headers.bring_headers(str(tmp_path), str(tmp_path)) == "are there"
     assert len(list(tmp_path.iterdir())) == 2
     with pytest.raises(setup.SetupError, match=r"there is no onnxruntime_c_api\.h in elsewhere"):
         headers.bring_headers("elsewhere", None)
+
+
+def test_cutlass_headers(setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a kernel includes, and what they include in turn, by full and by relative names; no others."""
+    headers = sys.modules["headers"]
+    texts = {
+        "kernels/sm90/mma.cuh": "#include <cute/arch/mma.hpp>\n#include <cuda.h>",
+        "include/cute/arch/mma.hpp": '#include "mma_ext.hpp"\n  #  include <cutlass/cutlass.h>',
+        "include/cute/arch/mma_ext.hpp": "#include <cute/arch/mma.hpp>",
+        "include/cutlass/cutlass.h": "#include <cuda_runtime.h>",
+        "include/cutlass/gemm.h": "",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    brought = tmp_path / "brought"
+    monkeypatch.setattr(headers, "CUTLASS_FOLDER", brought)
+    wanted = headers.included(tmp_path / "kernels", (".cuh",))
+    headers.copy_included(wanted, tmp_path / "include")
+    files = {str(file.relative_to(brought)) for file in brought.rglob("*") if file.is_file()}
+    assert files == {"cute/arch/mma.hpp", "cute/arch/mma_ext.hpp", "cutlass/cutlass.h"}
+    with pytest.raises(setup.SetupError, match=r"there is no cute/arch/mma.hpp in"):
+        headers.copy_included(wanted, tmp_path / "kernels")
 
 
 def test_no_ort_headers(setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
