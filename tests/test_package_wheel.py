@@ -83,7 +83,7 @@ def test_sdist_contents(sdist: Path) -> None:
     """What is in the repository, and the headers that set-up brought; nothing else that lies about."""
     with tarfile.open(sdist) as archive:
         files = {member.name.partition("/")[2] for member in archive if not member.isdir()}
-    headers = {f for f in files if re.fullmatch(r"build/headers/((onnxruntime|tensorrt)/\w+\.h|cutlass/cut.+\.h(pp)?)", f)}
+    headers = {f for f in files if re.fullmatch(r"build/headers/((onnxruntime|tensorrt)/\w+|cutlass/cut.+)\.h(pp)?", f)}
     assert {"build/headers/onnxruntime/onnxruntime_c_api.h", "build/headers/tensorrt/NvInfer.h"} <= headers
     git = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if git.returncode != 0:
