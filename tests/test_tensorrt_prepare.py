@@ -48,6 +48,13 @@ def test_boolean_masks_are_cast_once() -> None:
     assert [node.input[3] for node in prepared.graph.node[3:]] == list(prepared.graph.node[2].output) * 2
 
 
+def test_casts_take_no_name_that_is_taken() -> None:
+    model = two_nodes()
+    model.graph.node.append(helper.make_node("Identity", ["mask"], ["mask_int32"]))
+    names = [output for node in prepare_for_tensorrt(model).graph.node for output in node.output]
+    assert len(names) == len(set(names)) == 5
+
+
 def test_computed_masks_are_known_to_be_boolean() -> None:
     model = two_nodes()
     model.graph.node.insert(0, helper.make_node("Not", ["mask"], ["inverted"]))

@@ -17,7 +17,7 @@ void check_cuda(cudaError_t error, const char* what) {
 class Memory {
  public:
   Memory(size_t size, bool guards) : size_(size), guard_(guards ? 4096 : 0) {
-    check_cuda(cudaMalloc(&base_, size_ + 2 * guard_ + 1), "cudaMalloc");
+    check_cuda(cudaMalloc(&base_, std::max<size_t>(size_ + 2 * guard_, 1)), "cudaMalloc");
     clear();
   }
   Memory(const Memory&) = delete;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator, MutableSequence
 from typing import TYPE_CHECKING
@@ -48,8 +49,9 @@ def prepare_for_tensorrt(
     del prepared.functions[:]
     prepared.functions.extend(kept)
     booleans = _boolean_values(prepared)
+    taken = {value for nodes in _node_lists(prepared) for node in nodes for value in (*node.input, *node.output)}
     for nodes in _node_lists(prepared):
-        _prepare_nodes(nodes, booleans)
+        _prepare_nodes(nodes, booleans, taken)
     if onnxruntime:
         _move_to_provider_domain(prepared)
     return prepared
@@ -135,7 +137,8 @@ def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
     return light
 
 
-def _prepare_nodes(nodes: MutableSequence[onnx.NodeProto], booleans: set[str]) -> None:
+def _prepare_nodes(nodes: MutableSequence[onnx.NodeProto], booleans: set[str], taken: set[str]) -> None:
+    """Prepares each node and casts its mask; `taken` are the names of values, which the casts' join."""
     import onnx
 
     from flashonnx.export.schema import DOMAIN, INPUTS, OP_TYPE, OUTPUTS
@@ -150,13 +153,20 @@ def _prepare_nodes(nodes: MutableSequence[onnx.NodeProto], booleans: set[str]) -
             mask = inputs.get("attn_mask")
             if mask in booleans:
                 if mask not in casts:
-                    casts[mask] = f"{mask}_int32"
+                    casts[mask] = _free_name(f"{mask}_int32", taken)
                     cast = onnx.helper.make_node("Cast", [mask], [casts[mask]], to=onnx.TensorProto.INT32)
                     nodes.insert(position, cast)
                     position += 1
                 inputs["attn_mask"] = casts[mask]
             _rewrite(node, inputs, outputs)
         position += 1
+
+
+def _free_name(name: str, taken: set[str]) -> str:
+    names = itertools.chain([name], (f"{name}_{i}" for i in itertools.count(2)))
+    free = next(n for n in names if n not in taken)
+    taken.add(free)
+    return free
 
 
 def _is_prepared(node: onnx.NodeProto) -> bool:
