@@ -3,7 +3,7 @@
 // that has registered itself.
 #include <NvInferRuntime.h>
 
-#include "flashonnx/attention.h"
+#include "flashonnx/tensorrt.h"
 #include "trt/attention_creator.h"
 #include "trt/runtime.h"
 
@@ -20,14 +20,10 @@ FLASHONNX_API void setLoggerFinder(nvinfer1::ILoggerFinder* finder) {
   flashonnx::trt::set_logger_finder(finder);
 }
 
-// Registers the creators with every TensorRT (10, 11, lean, RTX) that is loaded in this process and
-// does not have them yet.
 FLASHONNX_API flashonnx_status flashonnx_tensorrt_register() {
   return flashonnx::trt::register_creator(flashonnx::trt::attention_creator());
 }
 
-// What the plugin last refused, and why, since the last call: TensorRT gives such reasons to the
-// first logger that the process had, which need not be the one of the builder that failed.
 FLASHONNX_API flashonnx_status flashonnx_tensorrt_last_error() {
   return flashonnx::trt::take_last_error();
 }

@@ -6,9 +6,7 @@
 
 #include <cstdio>
 
-#include "flashonnx/attention.h"
-
-extern "C" flashonnx_status flashonnx_tensorrt_register();
+#include "flashonnx/tensorrt.h"
 
 namespace {
 
