@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
+import re
 import sys
 from collections.abc import Callable
 from types import TracebackType
@@ -38,6 +40,8 @@ _HARMLESS = frozenset(
     ]
 )
 _MASKS = "transformers.masking_utils"
+# Code that would make other masks, or none, for a name that it has never heard of.
+_SWITCH = re.compile(r"""_attn_implementation[^\n]*["']sdpa["']""")
 _PROBE = 1 << 20  # a query position far from both ends
 
 
@@ -95,25 +99,33 @@ class Route:
         self.remarks: dict[str, None] = {}
         self.refusal = ""
         self._configs = _configs(model)
-        self._before: list[tuple[Any, Any]] = []
+        self._before: list[tuple[Any, str, Any]] = []
 
     def __enter__(self) -> Self:
         functions, masks = _interfaces()
         functions.register(NAME, self.attend)
         masks.register(NAME, self.mask)
         for config in self._configs:
-            self._before.append((config, config._attn_implementation_internal))
-            config._attn_implementation_internal = NAME
+            self._set(config, "_attn_implementation_internal", NAME)
+        masking = sys.modules[_MASKS]
+        find_packed = masking.find_packed_sequence_indices
+        # Positions that the model has counted out itself hold one sequence; transformers looks for more in a trace.
+        self._set(masking, "find_packed_sequence_indices", lambda p: None if is_consecutive(p) else find_packed(p))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         while self._before:
-            config, before = self._before.pop()
-            config._attn_implementation_internal = before
+            holder, name, before = self._before.pop()
+            setattr(holder, name, before)
         for interface in _interfaces():
             interface._global_mapping.pop(NAME, None)
+
+    def _set(self, holder: Any, name: str, value: Any) -> None:
+        """Sets an attribute until the end."""
+        self._before.append((holder, name, getattr(holder, name)))
+        setattr(holder, name, value)
 
     def _refuse(self, reason: str) -> RouteRefusalError:
         self.refusal = self.refusal or reason
@@ -277,6 +289,41 @@ def _answers_as(function: Callable[..., Any], bounds: Bounds) -> bool:
         return False
 
 
+def is_consecutive(positions: Any) -> bool:
+    """Whether a trace shows that every row of `positions` is n, n + 1, n + 2, ...: an arange, shifted and spread."""
+    try:
+        from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+
+        mode = get_proxy_mode()
+        slot = get_proxy_slot(positions, mode.tracer, None) if mode is not None else None
+        node = slot.proxy.node if slot is not None else None
+    except (ImportError, AttributeError, KeyError):  # of another PyTorch
+        return False
+    while node is not None and node.op == "call_function":
+        if str(node.target) in ("aten.arange.default", "aten.arange.start"):
+            return True
+        if not _keeps_steps(str(node.target), node.args[1:]):
+            return False
+        node = node.args[0]
+    return False
+
+
+def _keeps_steps(operator: str, arguments: tuple[Any, ...]) -> bool:
+    """Whether an operator leaves the steps between neighbours in the last dimension as they are."""
+    if not arguments:
+        return False
+    match operator:
+        case "aten.add.Tensor":  # a number, not a tensor
+            return isinstance(arguments[0], int) or str(getattr(arguments[0], "target", "")).startswith("aten.sym_size")
+        case "aten.unsqueeze.default":
+            return arguments[0] == 0
+        case "aten.expand.default":
+            return arguments[0][-1] == -1
+        case "aten.repeat.default":
+            return arguments[0][-1] == 1
+    return False
+
+
 def candidate(model: Any) -> str | None:
     """None if `model` holds models of transformers that the route may be tried on; else why not ("": it holds none)."""
     if "transformers" not in sys.modules:
@@ -293,9 +340,19 @@ def candidate(model: Any) -> str | None:
     for module in models:
         if not getattr(module, "_can_set_attn_implementation", lambda: False)():
             return f"{type(module).__name__} does not ask transformers for its attention function"
+        if _SWITCH.search(_source(type(module))):
+            return f"{type(module).__name__} does something else depending on the name of its attention function"
         if getattr(module.config, "output_attentions", False):
             return f"{type(module).__name__} gives its attention weights; set output_attentions to False"
     return None
+
+
+def _source(kind: type) -> str:
+    """The file that a class stands in; empty if it is not at hand."""
+    try:
+        return inspect.getsource(sys.modules[kind.__module__])
+    except (OSError, TypeError, KeyError):
+        return ""
 
 
 def _configs(model: Any) -> list[Any]:

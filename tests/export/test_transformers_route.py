@@ -196,6 +196,22 @@ def test_bloom_is_not_touched(tmp_path: Path) -> None:
     np.testing.assert_allclose(run(path, inputs)[0], expected.numpy(), atol=TOLERANCE)
 
 
+class LooksAtTheName(transformers.BertModel):
+    """A model whose file compares the name of its attention function with one that it knows."""
+
+    def masks(self) -> bool:
+        return self.config._attn_implementation == "sdpa"
+
+
+def test_a_model_that_looks_at_the_name() -> None:
+    """With a name that it does not know it might make no masks at all."""
+    model = Small()
+    assert transformers_route.candidate(model) is None
+    looking = torch.nn.Sequential(LooksAtTheName(model.inner.config))
+    reason = "LooksAtTheName does something else depending on the name of its attention function"
+    assert transformers_route.candidate(looking) == reason
+
+
 class Failing(Small):
     def forward(self, input_ids: Any, attention_mask: Any) -> Any:
         assert super().forward(input_ids, attention_mask) is not None
@@ -212,28 +228,46 @@ def test_an_error_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-class Packed(torch.nn.Module):
+class WithoutMask(torch.nn.Module):
     """A Llama without a mask: transformers looks into the positions for packed sequences."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = _BY_ID["llama"].make()
 
-    def forward(self, input_ids: Any) -> Any:
-        return self.inner(input_ids).last_hidden_state
+    def forward(self, input_ids: Any, position_ids: Any = None) -> Any:
+        return self.inner(input_ids, position_ids=position_ids).last_hidden_state
+
+
+@pytest.mark.slow
+def test_no_mask_is_a_triangle(tmp_path: Path) -> None:
+    """Positions that the model counts out itself hold one sequence."""
+    model, path = WithoutMask(), tmp_path / "model.onnx"
+    inputs = {"input_ids": text(2, 9)["input_ids"]}
+    report = export(model, path, inputs, {"input_ids": {0: "batch", 1: "sequence"}})
+    assert {site.kind for site in report.sites} == {OPERATOR}
+    assert not report.notes, str(report)
+    for site in report.sites:
+        assert "is_causal=1" in site.became
+        assert "attn_mask" not in site.became
+    inputs = {"input_ids": text(3, 17)["input_ids"]}
+    with torch.no_grad():
+        np.testing.assert_allclose(run(path, inputs)[0], model(**inputs).numpy(), atol=TOLERANCE)
 
 
 @pytest.mark.slow
 def test_a_mask_that_is_more_than_structure(tmp_path: Path) -> None:
-    """It stays queries x keys, the rest of the route stays too, and the report says why."""
-    model, path = Packed(), tmp_path / "model.onnx"
-    inputs = {"input_ids": text(2, 9)["input_ids"]}
+    """Packed sequences: the mask stays queries x keys, the rest of the route stays too, and the report says so."""
+    model, path = WithoutMask(), tmp_path / "model.onnx"
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1], [0, 1, 2, 3, 4, 5, 6, 7, 8]])
+    inputs = {"input_ids": text(2, 9)["input_ids"], "position_ids": positions}
     report = export(model, path, inputs)
     assert {site.kind for site in report.sites} == {OPERATOR}
     (note,) = report.notes
     assert "a mask stays queries x keys" in note
-    with torch.no_grad():
-        np.testing.assert_allclose(run(path, inputs)[0], model(**inputs).numpy(), atol=TOLERANCE)
+    for inputs["position_ids"] in (positions, positions.flip(0), torch.arange(9).expand(2, 9).contiguous()):
+        with torch.no_grad():
+            np.testing.assert_allclose(run(path, inputs)[0], model(**inputs).numpy(), atol=TOLERANCE)
 
 
 class Decoder(torch.nn.Module):

@@ -21,10 +21,14 @@ _WIDTHS = {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "dropout": 0.0}
 
 
 def text(batch: int, sequence: int, left: bool = False) -> dict[str, Any]:
-    """Token ids and a padding mask of several lengths, padded on the right or the left."""
+    """Token ids and a padding mask of several lengths, padded on the right or the left.
+
+    The last token that is no padding has the highest id: there CLIP takes its output from.
+    """
     lengths = torch.arange(batch) * 3 % sequence + 1
     mask = torch.arange(sequence) < lengths[:, None]
-    ids = torch.randint(3, 99, (batch, sequence))
+    ids = torch.randint(3, 98, (batch, sequence))
+    ids[range(batch), -1 if left else lengths - 1] = 98
     return {"input_ids": ids, "attention_mask": (mask.flip(1) if left else mask).long()}
 
 

@@ -7,8 +7,33 @@
     y, present_key, present_value, lse = torch.ops.flashonnx.attention_outputs(q, k, v, present=True, lse=True)
 
 They take what `flashonnx::FlashAttention` takes, mean the same (`flashonnx.reference` defines it) and become one such
-node in `flashonnx.export_onnx`. They run on the CPU and on CUDA devices, on the current stream, on views as they are,
-inside torch.compile and CUDA graphs; they have no gradient. See `attention` for the arguments.
+node in `flashonnx.export_onnx`. They run on the CPU and on CUDA devices, on the current stream, inside torch.compile
+and CUDA graphs; they have no gradient.
+
+Inputs, in this order and by name, of any strides (nothing is copied unless a last dimension is not contiguous):
+    query: (B, Hq, Sq, D), or (B, Sq, Hq*D) with head counts; float32, float16 or bfloat16.
+    key, value: (B, Hkv, Skv, D) and (B, Hkv, Skv, Dv), or (B, Skv, Hkv*D) and (B, Skv, Hkv*Dv). Hkv divides Hq, query
+        head h uses key head h // (Hq / Hkv).
+    attn_mask: broadcasts to (B, Hq, Sq, Sk), but in its last dimension, which is Sk or shorter: then the other keys
+        are masked (also where it is 1). bool, True attends; or added to the scores, in query's dtype or float32.
+    past_key, past_value: (B, Hkv, P, D) and (B, Hkv, P, Dv), keys before `key`; Sk = P + Skv.
+    nonpad_kv_seqlen: (B,) int64 or int32, keys at or past it are masked. Not together with a past.
+    sinks: (Hq,) float32 or query's dtype, exp(sink) joins the denominator.
+
+Attributes, by name:
+    is_causal: query i sees key j only if j <= i + offset, where offset is P, nonpad_kv_seqlen[b] - Sq, or 0.
+    scale: positive, default 1 / sqrt(D).
+    softcap: if positive, scores become softcap * tanh(scores / softcap) before the mask.
+    left_window_size, right_window_size: query i sees i + offset - left <= j <= i + offset + right; -1: no bound.
+    empty_row: a query that sees no key gives "zero", or the "mean" of V over all keys below nonpad_kv_seqlen.
+    q_num_heads, kv_num_heads: Hq and Hkv, for inputs of three dimensions.
+    qkv_layout: "separate", or how query alone packs all three: "3hd", "h3d", "gqa", "time_major", as in the operator.
+    present, lse: of attention_outputs, what to give besides Y: present_key and present_value (B, Hkv, Sk, ...), lse
+        (B, Hq, Sq) float32. What is not asked for is a tensor without elements.
+
+Raised are ValueError where the inputs contradict each other (the message names the input, what was expected and what
+came), NotImplementedError where no kernel of the library solves the problem on that device, or a gradient is asked for,
+and LibraryError where libflashonnx.so is missing.
 """
 
 from flashonnx.torch._ops import attention, attention_outputs

@@ -21,35 +21,17 @@ _ARGUMENTS = (
 
 
 def _attention(query: Tensor, *inputs: Tensor | None, **attributes: Any) -> Tensor:
-    """Y of `attention_outputs`, and no other output."""
-    return _attention_outputs(query, *inputs, **attributes)[0]
+    """Y; `flashonnx.torch` explains the arguments."""
+    problem, options = _prepare(query, *inputs, **attributes)
+    y, y_heads = problem.empty_y()
+    _run(problem, y_heads, options)
+    return y
 
 
 def _attention_outputs(
     query: Tensor, *inputs: Tensor | None, present: bool = False, lse: bool = False, **attributes: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Exact attention; what `flashonnx::FlashAttention` computes.
-
-    Args:
-        query: (B, Hq, Sq, D) or, with head counts, (B, Sq, Hq*D); float32, float16 or bfloat16. Any strides, here and
-            below: nothing is copied unless the last dimension is not contiguous.
-        inputs: key (B, Hkv, Skv, D) or (B, Skv, Hkv*D) and value (B, Hkv, Skv, Dv) or (B, Skv, Hkv*Dv), where Hkv
-            divides Hq; attn_mask, which broadcasts to (B, Hq, Sq, Sk) but in its last dimension, which is Sk or shorter
-            (then padded with -inf), bool (True attends), query's dtype or float32; past_key and past_value (B, Hkv, P,
-            D and Dv); nonpad_kv_seqlen (B,) int64 or int32; sinks (Hq,).
-        present: also give present_key and present_value: past and new keys, (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv).
-        lse: also give (B, Hq, Sq) float32, the natural logarithm of the sum of exp(scores).
-        attributes: is_causal, scale (default 1 / sqrt(D)), softcap, left_window_size, right_window_size, empty_row,
-            q_num_heads, kv_num_heads, qkv_layout; see `flashonnx.reference.attention`.
-
-    Returns:
-        Y in query's rank and dtype, present_key, present_value, lse; what was not asked for is a tensor of no elements.
-
-    Raises:
-        ValueError: the inputs contradict each other; the message names the input.
-        NotImplementedError: no kernel solves the problem on this device, or a gradient is asked for.
-        LibraryError: libflashonnx.so is missing.
-    """
+    """Y, present_key, present_value and lse; likewise."""
     problem, options = _prepare(query, *inputs, **attributes)
     y, y_heads = problem.empty_y()
     present_key, present_value = problem.empty_present(present)

@@ -117,9 +117,10 @@ def _refuse(name: str, expected: str, got: Any) -> None:
 
 def _expect(name: str, what: str, got: Any, expected: Any) -> None:
     """That a size is as expected; of symbolic sizes this becomes a fact of the trace."""
-    torch._check_value(
-        got == expected, lambda: f"FlashAttention: input '{name}' is expected to have {what} {expected}, got {got}"
-    )
+    same = got == expected
+    if same is not True:
+        message = f"FlashAttention: input '{name}' is expected to have {what} {expected}, got {got}"
+        torch._check_value(same, lambda: message)
 
 
 def _rank(name: str, tensor: Tensor, *ranks: int) -> None:
