@@ -65,6 +65,11 @@ flashonnx_status launch(const Params& params, void* workspace, void* stream);
 const char* refusal(const Params& params);
 }  // namespace sm80
 
+namespace sm90 {
+flashonnx_status launch(const Params& params, void* workspace, void* stream);
+const char* refusal(const Params& params);
+}  // namespace sm90
+
 namespace simt {
 flashonnx_status launch(const Params& params, void* workspace, void* stream);
 int64_t workspace(const Params& params);

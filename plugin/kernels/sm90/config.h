@@ -1,0 +1,62 @@
+// Tile shapes, one per bucket of head dimensions: the larger of D and Dv is rounded up to one, and
+// the copy engine fills what is missing of either with zeros.
+//
+// A block has one producer warpgroup and kGroups consumer warpgroups of 64 queries each, which
+// share the tiles of K and V. It stays on its multiprocessor and takes one tile of queries after
+// another.
+#pragma once
+
+#include <cstdint>
+
+namespace flashonnx::sm90 {
+
+template <int kDim_, int kGroups_, int kKeys_, int kStages_, int kQueryStages_, bool kTurns_>
+struct Tiling {
+  static constexpr int kDim = kDim_;
+  static constexpr int kGroups = kGroups_;
+  static constexpr int kQueries = 64 * kGroups;
+  static constexpr int kThreads = 128 * (kGroups + 1);
+  static constexpr int kKeys = kKeys_;
+  static constexpr int kStages = kStages_;  // tiles of K, and of V, that are under way or in use
+  static constexpr int kQueryStages = kQueryStages_;  // as well, of Q
+  // Warpgroups take turns at the tensor cores, so that the softmax of one runs beside the products
+  // of another.
+  static constexpr bool kTurns = kTurns_;
+
+  // Registers of a thread: 65536 for all. Softmax and output live in the consumers'.
+  static constexpr int kProducerRegisters = kGroups == 2 ? 24 : 32;
+  static constexpr int kConsumerRegisters = kGroups == 2 ? 240 : 160;
+  static_assert(128 * (kProducerRegisters + kGroups * kConsumerRegisters) <= 65536);
+
+  // A swizzled box of the copy engine has rows of 128 bytes, or of 64 where the head dimension asks
+  // for it; a tile is kDim / kBox boxes side by side.
+  static constexpr int kBox = kDim % 64 == 0 ? 64 : 32;
+  static constexpr int kBoxes = kDim / kBox;
+  static constexpr int kBoxRow = kBox * 2;  // bytes
+  static constexpr int kQueryBytes = kQueries * kDim * 2;
+  static constexpr int kKeyBytes = kKeys * kDim * 2;
+  static_assert(kKeys % 16 == 0 && kKeys * kBoxRow % 1024 == 0 && kQueries <= 256);
+
+  static constexpr int kScores = kKeys / 2;  // of a thread
+  static constexpr int kOutputs = kDim / 2;
+
+  // Shared memory: the stages of Q, K and V, a bias per key of each stage, barriers,
+  // what is to be done with each stage of Q.
+  static constexpr int kBiasAt = kQueryStages * kQueryBytes + 2 * kStages * kKeyBytes;
+  static constexpr int kBarriersAt = kBiasAt + kStages * kKeys * 4;
+  static constexpr int kBarriers = 2 * kQueryStages + 6 * kStages;
+  static constexpr int kItemsAt = kBarriersAt + (kBarriers * 8 + kStages * 4 + 15) / 16 * 16;
+  static constexpr int kSharedBytes = kItemsAt + kQueryStages * 48;
+  // Dynamic shared memory need not begin at a multiple of what swizzling asks for.
+  static constexpr int kAlignment = 1024;
+  static_assert(kSharedBytes + kAlignment <= 227 * 1024);
+};
+
+//                      dim  groups  keys  stages of K, V; Q  turns     queries  shared memory
+using Tiling64 = Tiling<64, 3, 128, 4, 2, true>;    //               192      179 KB
+using Tiling96 = Tiling<96, 2, 128, 3, 2, true>;    //               128      193 KB
+using Tiling128 = Tiling<128, 2, 128, 2, 2, true>;  //               128      193 KB
+using Tiling192 = Tiling<192, 2, 96, 2, 1, false>;  //               128      193 KB
+using Tiling256 = Tiling<256, 2, 80, 2, 1, false>;  //               128      225 KB
+
+}  // namespace flashonnx::sm90

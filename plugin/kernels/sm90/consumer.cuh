@@ -1,0 +1,253 @@
+// A consumer warpgroup: 64 queries at a time against all keys that the block's queries may see.
+//
+// Two products are under way at once: Q K^T of a tile and P V of the tile before. The softmax of
+// the tile runs as soon as the first is there, beside the second.
+#pragma once
+
+#include "kernels/sm90/epilogue.cuh"
+#include "kernels/sm90/mask.cuh"
+#include "kernels/sm90/producer.cuh"
+
+namespace flashonnx::sm90 {
+
+template <class T, class C, bool kGeneral>
+class Consumer {
+ public:
+  __device__ __forceinline__ Consumer(const Problem& p, const Plan& plan, const CUtensorMap& o_map,
+                                      const Shared<C>& shared)
+      : p_(p), plan_(plan), o_map_(o_map), shared_(shared) {}
+
+  __device__ __forceinline__ void run() {
+    if (C::kTurns && lane_.group == C::kGroups - 1) end_turn();  // the first turn is group 0's
+    if (!next_item()) return;
+    float output[C::kOutputs], scores[C::kScores];
+    uint32_t p[C::kScores / 2];
+#pragma unroll
+    for (int i = 0; i < C::kOutputs; ++i) output[i] = 0.f;
+    begin_scores(scores);
+    wait_products<0>();
+    fence_registers(scores);
+    RowState state = weigh_first(scores);
+    pack_scores<T, C>(scores, p);
+    while (true) {
+      walk(scores, p, output, state);
+      const int stage = queries_.stage;
+      // What is shared is read again and again, which spares registers; what is let go is copied.
+      using Done = std::conditional_t<(C::kQueryStages > 1), const Item&, const Item>;
+      Done done = item();
+      queries_.advance();
+      if constexpr (C::kQueryStages > 1) {
+        if (!next_item()) {
+          begin_last_values(done, p, output);
+          end_last_values(output);
+          finish_item(done, stage, output, state);
+          settle_stores();
+          return;
+        }
+        // The next tile's first products and softmax are made beside this one's last.
+        begin_scores(scores);
+        begin_last_values(done, p, output);
+        wait_products<1>();
+        fence_registers(scores);
+        const RowState next = weigh_first(scores);
+        fence_registers(scores);
+        end_last_values(output);
+        finish_item(done, stage, output, state);
+        state = next;
+      } else {
+        // The next queries come to where these are.
+        release(shared_.q_free(stage));
+        begin_last_values(done, p, output);
+        end_last_values(output);
+        finish_item(done, stage, output, state);
+        if (!next_item()) return;
+        begin_scores(scores);
+        wait_products<0>();
+        fence_registers(scores);
+        state = weigh_first(scores);
+      }
+      pack_scores<T, C>(scores, p);
+    }
+  }
+
+ private:
+  // Waits for the next tile of queries that sees a key; false if there is none.
+  __device__ __forceinline__ bool next_item() {
+    while (true) {
+      barrier_wait(shared_.q_full(queries_.stage), queries_.round);
+      const Item& next = item();
+      if (next.work.batch < 0) return false;
+      if (next.span.first_tile <= next.span.last_tile) return true;
+      store_empty<T, C>(p_, next.work, first_query_of_warp(next.work), lane_.lane);
+      release(shared_.q_free(queries_.stage));
+      queries_.advance();
+    }
+  }
+
+  // Starts Q K^T of the last tile of keys.
+  __device__ __forceinline__ void begin_scores(float (&scores)[C::kScores]) {
+    barrier_wait(shared_.k_full(keys_.stage), keys_.round);
+    multiply_keys<T, C>(queries(queries_.stage), shared_.k(keys_.stage), scores);
+  }
+
+  // From P of the last tile of keys to P of the first one. Its product with V is left to do.
+  __device__ __forceinline__ void walk(float (&scores)[C::kScores], uint32_t (&p)[C::kScores / 2],
+                                       float (&output)[C::kOutputs], RowState& state) {
+    const Span& span = item().span;
+    for (int tile = span.last_tile - 1; tile >= span.first_tile; --tile) {
+      barrier_wait(shared_.k_full(keys_.stage), keys_.round);
+      begin_turn();
+      multiply_keys<T, C>(queries(queries_.stage), shared_.k(keys_.stage), scores);
+      wait_for_values(span, tile + 1);
+      multiply_values<T, C>(p, shared_.v(values_.stage), tile + 1 == span.last_tile, output);
+      end_turn();
+      settle_stores();
+      wait_products<1>();
+      fence_registers(scores);
+      const Raise raise = weigh(tile, scores, state);
+      fence_registers(scores);  // or the compiler would put exponentials off until after the wait
+      wait_products<0>();
+      fence_registers(output);
+      release(shared_.v_free(values_.stage));
+      values_.advance();
+      rescale<C>(raise, output);
+      pack_scores<T, C>(scores, p);
+    }
+    settle_stores();
+  }
+
+  __device__ __forceinline__ void begin_last_values(const Item& item,
+                                                    const uint32_t (&p)[C::kScores / 2],
+                                                    float (&output)[C::kOutputs]) {
+    const Span& span = item.span;
+    wait_for_values(span, span.first_tile);
+    multiply_values<T, C>(p, shared_.v(values_.stage), span.first_tile == span.last_tile, output);
+  }
+  __device__ __forceinline__ void end_last_values(float (&output)[C::kOutputs]) {
+    wait_products<0>();
+    fence_registers(output);
+    release(shared_.v_free(values_.stage));
+    values_.advance();
+  }
+
+  // Writes the warp's rows of the output. Where several tiles of queries have their places, the
+  // rows leave from where their queries were, and that place is free when they have left.
+  __device__ __forceinline__ void finish_item(const Item& item, int stage,
+                                              const float (&output)[C::kOutputs],
+                                              const RowState& state) {
+    const bool may_be_masked = p_.mask.data || p_.left >= 0 || p_.right >= 0;
+    bool leaving = false;
+    if (may_be_masked && __any_sync(0xffffffffu, holds_nan<C>(output))) {
+      attend_carefully<T, C>(p_, plan_, item.work, first_query_of_warp(item.work), lane_.lane);
+    } else {
+      const uint32_t rows = queries(stage) + lane_.warp * 16 * C::kBoxRow;
+      leaving = finish<T, C>(p_, plan_, o_map_, lane_, item.work, rows, state, output);
+    }
+    if constexpr (C::kQueryStages > 1) {
+      if (leaving) {
+        stored_ = shared_.q_free(stage);
+      } else {
+        release(shared_.q_free(stage));
+      }
+    }
+  }
+
+  // Lets go of the queries whose place the last rows have left.
+  __device__ __forceinline__ void settle_stores() {
+    if (C::kQueryStages == 1 || stored_ == 0) return;
+    if (lane_.lane == 0) {
+      wait_stores_read();
+      barrier_arrive(stored_);
+    }
+    stored_ = 0;
+  }
+
+  // Scores of the last tile of keys, the first that is met.
+  __device__ __forceinline__ RowState weigh_first(float (&scores)[C::kScores]) {
+    RowState state = {{-FLT_MAX, -FLT_MAX}, {0.f, 0.f}};
+    weigh(item().span.last_tile, scores, state);
+    return state;
+  }
+
+  // From scores to P, in place. Lets go of the tile of K.
+  __device__ __forceinline__ Raise weigh(int tile, float (&scores)[C::kScores], RowState& state) {
+    const int first_key = tile * C::kKeys;
+    release(shared_.k_free(keys_.stage));
+    float factor = plan_.factor;
+    if constexpr (kGeneral) {
+      const float* biases = nullptr;
+      if (plan_.mask_per_key) {
+        barrier_wait(shared_.bias_full(keys_.stage), keys_.round);
+        if (*shared_.biased(keys_.stage)) biases = shared_.biases(keys_.stage);
+      }
+      if (plan_.all_tiles || biases) {
+        general_scores<C>(p_, plan_, lane_, item().work, first_key, item().span.range.limit, biases,
+                          scores);
+        factor = 1.f;
+      }
+      if (plan_.mask_per_key) release(shared_.bias_free(keys_.stage));
+    }
+    keys_.advance();
+    const int first_query = item().work.first_query + lane_.group * 64;
+    const int last_query = min(first_query + 63, p_.q_length - 1);
+    if (first_key < item().span.range.lower(last_query) ||
+        first_key + C::kKeys > item().span.range.upper(first_query)) {
+      apply_bounds<C>(item().span.range, lane_, item().work.first_query, first_key, scores);
+    }
+    const Raise raise = raise_maxima<C>(scores, factor, state);
+    exponentiate<C>(factor, scores, state);
+    return raise;
+  }
+
+  // Rows of V between the batch entry's length and the tensor's end may hold anything: zeros
+  // instead. Each group writes them for itself; they are the same zeros.
+  __device__ __forceinline__ void wait_for_values(const Span& span, int tile) {
+    barrier_wait(shared_.v_full(values_.stage), values_.round);
+    const int limit = max(span.range.limit - tile * C::kKeys, 0);
+    if (limit >= C::kKeys || span.range.limit >= p_.key_length) return;
+    const uint32_t at = shared_.v(values_.stage) + threadIdx.x % 128 % (C::kBoxRow / 16) * 16;
+    for (int row = limit + threadIdx.x % 128 / (C::kBoxRow / 16); row < C::kKeys;
+         row += 128 / (C::kBoxRow / 16)) {
+#pragma unroll
+      for (int box = 0; box < C::kBoxes; ++box) {
+        const uint32_t to = at + (box * C::kKeys + row) * C::kBoxRow;
+        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+      }
+    }
+    fence_async();
+    named_sync(1 + C::kGroups + lane_.group, 128);
+  }
+
+  // The warp is done with what the barrier guards.
+  __device__ __forceinline__ void release(uint32_t barrier) {
+    __syncwarp();
+    if (lane_.lane == 0) barrier_arrive(barrier);
+  }
+
+  __device__ __forceinline__ void begin_turn() {
+    if constexpr (C::kTurns) named_sync(1 + lane_.group, 256);
+  }
+  __device__ __forceinline__ void end_turn() {
+    if constexpr (C::kTurns) named_arrive(1 + (lane_.group + 1) % C::kGroups, 256);
+  }
+
+  // The tile of queries at hand.
+  __device__ __forceinline__ const Item& item() const { return *shared_.item(queries_.stage); }
+  __device__ __forceinline__ uint32_t queries(int stage) const {
+    return shared_.q(stage) + lane_.group * 64 * C::kBoxRow;
+  }
+  __device__ __forceinline__ int first_query_of_warp(const Work& work) const {
+    return work.first_query + lane_.group * 64 + lane_.warp * 16;
+  }
+
+  const Problem& p_;
+  const Plan& plan_;
+  const CUtensorMap& o_map_;
+  const Shared<C>& shared_;
+  const Lane lane_;
+  uint32_t stored_ = 0;  // the barrier of the queries in whose place rows wait to leave; 0: none
+  Ring<C::kQueryStages> queries_;
+  Ring<C::kStages> keys_, values_;  // those of the biases are those of K
+};
+
+}  // namespace flashonnx::sm90

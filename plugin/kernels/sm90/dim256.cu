@@ -1,0 +1,9 @@
+#include "kernels/sm90/launch.cuh"
+
+namespace flashonnx::sm90 {
+
+flashonnx_status launch_256(const Params& params, cudaStream_t stream) {
+  return launch_tiling<Tiling256>(params, stream);
+}
+
+}  // namespace flashonnx::sm90

@@ -1,0 +1,145 @@
+// From a warp's sums to global memory.
+#pragma once
+
+#include "kernels/sm90/async.cuh"
+#include "kernels/sm90/careful.cuh"
+
+namespace flashonnx::sm90 {
+
+// Transposes 4 x 4 registers over the four threads of a quad: x[j] of thread i becomes x[i] of
+// thread j.
+__device__ __forceinline__ void transpose_in_quad(int quad, uint32_t (&x)[4]) {
+#pragma unroll
+  for (int bit = 1; bit < 4; bit *= 2) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (j & bit) continue;
+      const uint32_t got = __shfl_xor_sync(0xffffffffu, quad & bit ? x[j] : x[j | bit], bit);
+      (quad & bit ? x[j] : x[j | bit]) = got;
+    }
+  }
+}
+
+// A row's features go out by 16 bytes a thread, 64 of a quad: whole sectors.
+template <class T, class C>
+__device__ __forceinline__ void store_vectors(const Problem& p, const Lane& lane, const Work& work,
+                                              const float (&scale)[2],
+                                              const float (&output)[C::kOutputs]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int query = work.first_query + lane.first_row() + 8 * h;
+    T* const row =
+        static_cast<T*>(p.o.data) + work.batch * p.o.batch + work.head * p.o.head + query * p.o.row;
+#pragma unroll
+    for (int n = 0; n < C::kDim / 8; n += 4) {
+      uint32_t x[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float* pair = output + 4 * (n + j) + 2 * h;
+        x[j] = pack<T>(pair[0] * scale[h], pair[1] * scale[h]);
+      }
+      transpose_in_quad(lane.quad, x);
+      const int feature = 8 * (n + lane.quad);
+      if (query < p.q_length && feature < p.value_dim)
+        *reinterpret_cast<uint4*>(row + feature) = {x[0], x[1], x[2], x[3]};
+    }
+  }
+}
+
+// The warp's 16 rows go to shared memory, where its queries were, and from there by the copy
+// engine.
+template <class T, class C>
+__device__ __forceinline__ void stage_rows(const Lane& lane, uint32_t rows, const float (&scale)[2],
+                                           const float (&output)[C::kOutputs]) {
+  const int row = lane.lane % 16, half = lane.lane / 16;  // of what this lane addresses
+  const int swizzle = C::kBoxRow == 128 ? row % 8 : row / 2 % 4;
+#pragma unroll
+  for (int n = 0; n < C::kDim / 8; n += 2) {
+    const uint32_t x[4] = {pack<T>(output[4 * n] * scale[0], output[4 * n + 1] * scale[0]),
+                           pack<T>(output[4 * n + 2] * scale[1], output[4 * n + 3] * scale[1]),
+                           pack<T>(output[4 * n + 4] * scale[0], output[4 * n + 5] * scale[0]),
+                           pack<T>(output[4 * n + 6] * scale[1], output[4 * n + 7] * scale[1])};
+    constexpr int kChunks = C::kBoxRow / 16;
+    const uint32_t box = rows + n / kChunks * C::kQueries * C::kBoxRow;
+    store_matrices(box + row * C::kBoxRow + ((n % kChunks + half) ^ swizzle) * 16, x);
+  }
+  fence_async();
+  __syncwarp();
+}
+
+template <class C>
+__device__ __forceinline__ void store_elements(const Problem& p, const Lane& lane, const Work& work,
+                                               const float (&scale)[2],
+                                               const float (&output)[C::kOutputs]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int query = work.first_query + lane.first_row() + 8 * h;
+    if (query >= p.q_length) continue;
+    const int64_t row = work.batch * p.o.batch + work.head * p.o.head + query * p.o.row;
+#pragma unroll
+    for (int n = 0; n < C::kDim / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int feature = 8 * n + 2 * lane.quad + e;
+        if (feature < p.value_dim)
+          store_element(p, row + feature, output[4 * n + 2 * h + e] * scale[h]);
+      }
+    }
+  }
+}
+
+// Rows that saw no key get the mean of V. Bit 4 i of an entry of `empty` is row i.
+template <class T, class C>
+__device__ __forceinline__ void store_means(const Problem& p, const Work& work, const Lane& lane,
+                                            const uint32_t (&empty)[2]) {
+  __syncwarp();  // zeros first
+  float mean[C::kDim / 32];
+  mean_of_values<T, C>(p, work, lane.lane, mean);
+  const int first = work.first_query + lane.group * 64 + lane.warp * 16;
+#pragma unroll 1
+  for (int row = 0; row < min(16, p.q_length - first); ++row) {
+    if (empty[row / 8] >> row % 8 * 4 & 1) store_row<C>(p, work, first + row, lane.lane, 1.f, mean);
+  }
+}
+
+// Everything after the last key. `rows`: where the warp's rows of Q were, in shared memory. Returns
+// whether the copy engine is reading from there.
+template <class T, class C>
+__device__ __forceinline__ bool finish(const Problem& p, const Plan& plan, const CUtensorMap& map,
+                                       const Lane& lane, const Work& work, uint32_t rows,
+                                       const RowState& state, const float (&output)[C::kOutputs]) {
+  uint32_t empty[2];
+  float scale[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int query = work.first_query + lane.first_row() + 8 * h;
+    const float sum = quad_sum(state.sum[h]);
+    scale[h] = normaliser(p, work.head, state.maximum[h], sum);
+    if (lane.quad == 0 && query < p.q_length)
+      store_lse(p, work, query, natural_lse(p, state.maximum[h], sum));
+    empty[h] = __ballot_sync(0xffffffffu, sum == 0.f);
+  }
+  const bool means = p.empty_row_mean && (empty[0] | empty[1]) != 0;
+  if (plan.o_vectors && !means) {
+    if constexpr (C::kQueryStages == 1) {
+      store_vectors<T, C>(p, lane, work, scale, output);
+      return false;
+    }
+    stage_rows<T, C>(lane, rows, scale, output);
+    if (lane.lane == 0) {
+      const int first = work.first_query + lane.group * 64 + lane.warp * 16;
+#pragma unroll
+      for (int box = 0; box < C::kBoxes; ++box) {
+        store_box(&map, rows + box * C::kQueries * C::kBoxRow, box * C::kBox, first, work.head,
+                  work.batch);
+      }
+      commit_stores();
+    }
+    return true;
+  }
+  store_elements<C>(p, lane, work, scale, output);
+  if (means) store_means<T, C>(p, work, lane, empty);
+  return false;
+}
+
+}  // namespace flashonnx::sm90

@@ -1,0 +1,35 @@
+// Which problems are taken, and the tiling for their head dimensions.
+#include "kernels/sm90/launch.h"
+
+#include <algorithm>
+
+#include "kernels/sm90/tensor_map.h"
+
+namespace flashonnx::sm90 {
+
+const char* refusal(const Params& params) {
+  if (!strides_fit(params.q, params.batch, params.q_heads, params.q_length) ||
+      !strides_fit(params.k, params.batch, params.kv_heads, params.kv_length) ||
+      !strides_fit(params.v, params.batch, params.kv_heads, params.kv_length)) {
+    return "reads rows, heads and batch entries at multiples of 16 bytes";
+  }
+  return sm80::refusal(params);
+}
+
+flashonnx_status launch(const Params& params, void* workspace, void* stream) {
+  const auto aligned = [](const flashonnx_tensor& tensor) {
+    return reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0;
+  };
+  // Selection does not look at data pointers.
+  if (!aligned(params.q) || !aligned(params.k) || !aligned(params.v))
+    return sm80::launch(params, workspace, stream);
+  const int64_t dim = std::max(params.head_dim, params.value_dim);
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (dim <= 64) return launch_64(params, cuda_stream);
+  if (dim <= 96) return launch_96(params, cuda_stream);
+  if (dim <= 128) return launch_128(params, cuda_stream);
+  if (dim <= 192) return launch_192(params, cuda_stream);
+  return launch_256(params, cuda_stream);
+}
+
+}  // namespace flashonnx::sm90

@@ -1,0 +1,17 @@
+// One launch function per bucket of head dimensions, each in its own file.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "flashonnx/status.h"
+#include "kernels/table.h"
+
+namespace flashonnx::sm90 {
+
+flashonnx_status launch_64(const Params& params, cudaStream_t stream);
+flashonnx_status launch_96(const Params& params, cudaStream_t stream);
+flashonnx_status launch_128(const Params& params, cudaStream_t stream);
+flashonnx_status launch_192(const Params& params, cudaStream_t stream);
+flashonnx_status launch_256(const Params& params, cudaStream_t stream);
+
+}  // namespace flashonnx::sm90

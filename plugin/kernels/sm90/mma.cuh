@@ -1,0 +1,158 @@
+// Products of a warpgroup: 64 rows, operands described by where they stand in shared memory, or A
+// in registers. The instructions themselves are CuTe's.
+#pragma once
+
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // columns that are no power of 2, as 80
+#include <cute/arch/mma_sm90_gmma.hpp>
+#include <utility>
+
+#include "kernels/common/arithmetic.cuh"
+#include "kernels/sm90/config.h"
+
+namespace flashonnx::sm90 {
+
+namespace gmma = cute::SM90::GMMA;
+
+// Descriptors of tiles as the copy engine leaves them: boxes of C::kBox features side by side, each
+// with swizzled rows of C::kBoxRow bytes ("matrix-descriptor" in the PTX manual: addresses and
+// offsets count 16 bytes). The upper half is a constant; an offset of the tile adds to the lower.
+struct Descriptor {
+  uint32_t lower, upper;
+
+  // Tells the compiler that all lanes have the same one: sums with offsets are then made where
+  // products take them from, in uniform registers.
+  __device__ __forceinline__ void make_uniform() { lower = __shfl_sync(0xffffffffu, lower, 0); }
+  __device__ __forceinline__ uint64_t plus(uint32_t bytes) const {
+    return uint64_t{upper} << 32 | (lower + bytes / 16);
+  }
+};
+
+template <class C>
+constexpr uint32_t kSwizzledRows = (C::kBoxRow == 128 ? 1u : 2u) << 30 | 8 * C::kBoxRow / 16;
+
+// Rows are the operand's rows (queries of A, keys of B), features what is summed over: 16 of them
+// in one product.
+template <class C>
+__device__ __forceinline__ Descriptor described_by_rows(uint32_t shared) {
+  return {(shared & 0x3ffff) >> 4 | 1u << 16, kSwizzledRows<C>};
+}
+// Keys are what is summed over, 16 in one product; features are the columns of B: boxes follow one
+// another.
+template <class C>
+__device__ __forceinline__ Descriptor described_by_features(uint32_t shared) {
+  return {(shared & 0x3ffff) >> 4 | uint32_t{C::kKeys * C::kBoxRow / 16} << 16, kSwizzledRows<C>};
+}
+
+// The instruction of 64 x kColumns x 16 for an element type. SS: A and B in shared memory, columns
+// of B in rows. RS: A in registers, columns of B in features.
+template <class T, int kColumns>
+__device__ __forceinline__ constexpr auto shared_product() {
+  constexpr auto K = gmma::Major::K;
+  if constexpr (std::is_same_v<T, __half>) {
+    if constexpr (kColumns == 80) return gmma::MMA_64x80x16_F32F16F16_SS<K, K>{};
+    if constexpr (kColumns == 64) return gmma::MMA_64x64x16_F32F16F16_SS<K, K>{};
+    if constexpr (kColumns == 112) return gmma::MMA_64x112x16_F32F16F16_SS<K, K>{};
+    if constexpr (kColumns == 144) return gmma::MMA_64x144x16_F32F16F16_SS<K, K>{};
+    if constexpr (kColumns == 160) return gmma::MMA_64x160x16_F32F16F16_SS<K, K>{};
+    if constexpr (kColumns == 176) return gmma::MMA_64x176x16_F32F16F16_SS<K, K>{};
+    if constexpr (kColumns == 192) return gmma::MMA_64x192x16_F32F16F16_SS<K, K>{};
+    if constexpr (kColumns == 96) return gmma::MMA_64x96x16_F32F16F16_SS<K, K>{};
+    if constexpr (kColumns == 128) return gmma::MMA_64x128x16_F32F16F16_SS<K, K>{};
+  } else {
+    if constexpr (kColumns == 80) return gmma::MMA_64x80x16_F32BF16BF16_SS<K, K>{};
+    if constexpr (kColumns == 64) return gmma::MMA_64x64x16_F32BF16BF16_SS<K, K>{};
+    if constexpr (kColumns == 112) return gmma::MMA_64x112x16_F32BF16BF16_SS<K, K>{};
+    if constexpr (kColumns == 144) return gmma::MMA_64x144x16_F32BF16BF16_SS<K, K>{};
+    if constexpr (kColumns == 160) return gmma::MMA_64x160x16_F32BF16BF16_SS<K, K>{};
+    if constexpr (kColumns == 176) return gmma::MMA_64x176x16_F32BF16BF16_SS<K, K>{};
+    if constexpr (kColumns == 192) return gmma::MMA_64x192x16_F32BF16BF16_SS<K, K>{};
+    if constexpr (kColumns == 96) return gmma::MMA_64x96x16_F32BF16BF16_SS<K, K>{};
+    if constexpr (kColumns == 128) return gmma::MMA_64x128x16_F32BF16BF16_SS<K, K>{};
+  }
+}
+template <class T, int kColumns>
+__device__ __forceinline__ constexpr auto register_product() {
+  constexpr auto K = gmma::Major::K, M = gmma::Major::MN;
+  if constexpr (std::is_same_v<T, __half>) {
+    if constexpr (kColumns == 64) return gmma::MMA_64x64x16_F32F16F16_RS<K, M>{};
+    if constexpr (kColumns == 96) return gmma::MMA_64x96x16_F32F16F16_RS<K, M>{};
+    if constexpr (kColumns == 128) return gmma::MMA_64x128x16_F32F16F16_RS<K, M>{};
+    if constexpr (kColumns == 192) return gmma::MMA_64x192x16_F32F16F16_RS<K, M>{};
+    if constexpr (kColumns == 256) return gmma::MMA_64x256x16_F32F16F16_RS<K, M>{};
+  } else {
+    if constexpr (kColumns == 64) return gmma::MMA_64x64x16_F32BF16BF16_RS<K, M>{};
+    if constexpr (kColumns == 96) return gmma::MMA_64x96x16_F32BF16BF16_RS<K, M>{};
+    if constexpr (kColumns == 128) return gmma::MMA_64x128x16_F32BF16BF16_RS<K, M>{};
+    if constexpr (kColumns == 192) return gmma::MMA_64x192x16_F32BF16BF16_RS<K, M>{};
+    if constexpr (kColumns == 256) return gmma::MMA_64x256x16_F32BF16BF16_RS<K, M>{};
+  }
+}
+
+// Registers of an accumulator belong to products under way from `begin_products` to
+// `wait_products`; the fences keep the compiler from moving accesses across.
+template <int kCount>
+__device__ __forceinline__ void fence_registers(float (&x)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+__device__ __forceinline__ void begin_products() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void commit_products() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+// Until at most kPending committed groups are under way.
+template <int kPending>
+__device__ __forceinline__ void wait_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// scores = Q K^T of the warpgroup's 64 queries and the tile's keys: one group, under way
+// afterwards.
+template <class T, class C>
+__device__ __forceinline__ void multiply_keys(uint32_t queries, uint32_t keys,
+                                              float (&scores)[C::kScores]) {
+  const auto product = [&]<int... i>(uint64_t a, uint64_t b, gmma::ScaleOut out,
+                                     std::integer_sequence<int, i...>) {
+    decltype(shared_product<T, C::kKeys>())::fma(a, b, scores[i]..., out);
+  };
+  Descriptor q = described_by_rows<C>(queries), k = described_by_rows<C>(keys);
+  q.make_uniform(), k.make_uniform();
+  fence_registers(scores);
+  begin_products();
+#pragma unroll
+  for (int d = 0; d < C::kDim; d += 16) {
+    const uint32_t box = d / C::kBox, inside = d % C::kBox * 2;
+    product(q.plus(box * C::kQueries * C::kBoxRow + inside),
+            k.plus(box * C::kKeys * C::kBoxRow + inside),
+            d == 0 ? gmma::ScaleOut::Zero : gmma::ScaleOut::One,
+            std::make_integer_sequence<int, C::kScores>());
+  }
+  commit_products();
+  fence_registers(scores);
+}
+
+// output += P V, or = at first: one group, under way afterwards.
+template <class T, class C>
+__device__ __forceinline__ void multiply_values(const uint32_t (&p)[C::kScores / 2],
+                                                uint32_t values, bool first,
+                                                float (&output)[C::kOutputs]) {
+  const auto product = [&]<int... i>(const uint32_t* a, uint64_t b, gmma::ScaleOut out,
+                                     std::integer_sequence<int, i...>) {
+    decltype(register_product<T, C::kDim>())::fma(a[0], a[1], a[2], a[3], b, output[i]..., out);
+  };
+  Descriptor v = described_by_features<C>(values);
+  v.make_uniform();
+  fence_registers(output);
+  begin_products();
+#pragma unroll
+  for (int key = 0; key < C::kKeys; key += 16) {
+    product(p + key / 4, v.plus(key * C::kBoxRow),
+            first && key == 0 ? gmma::ScaleOut::Zero : gmma::ScaleOut::One,
+            std::make_integer_sequence<int, C::kOutputs>());
+  }
+  commit_products();
+  fence_registers(output);
+}
+
+}  // namespace flashonnx::sm90

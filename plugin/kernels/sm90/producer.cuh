@@ -1,0 +1,120 @@
+// The producer warpgroup: one thread drives the copy engine, one warp reads masks that do not
+// depend on the query.
+#pragma once
+
+#include "kernels/common/bias.cuh"
+#include "kernels/sm90/schedule.h"
+#include "kernels/sm90/shared.cuh"
+
+namespace flashonnx::sm90 {
+
+struct Maps {
+  CUtensorMap q, k, v, o;
+};
+
+// Copies a tile of kRows rows, box by box.
+template <class C, int kRows>
+__device__ __forceinline__ void copy_tile(uint32_t shared, const CUtensorMap* map, uint32_t barrier,
+                                          int row, int head, int batch) {
+  barrier_arrive_expecting(barrier, kRows * C::kDim * 2);
+#pragma unroll
+  for (int box = 0; box < C::kBoxes; ++box) {
+    copy_box(shared + box * kRows * C::kBoxRow, map, barrier, box * C::kBox, row, head, batch);
+  }
+}
+
+// K runs one tile ahead of V, from one tile of queries to the next: consumers multiply by the next
+// keys beside their softmax.
+template <class C>
+__device__ __forceinline__ void produce(const Problem& p, const Schedule& schedule,
+                                        const Maps& maps, const Shared<C>& shared) {
+  prefetch(&maps.q), prefetch(&maps.k), prefetch(&maps.v);
+  Ring<C::kQueryStages> queries;
+  Ring<C::kStages> keys, values;
+  Work values_of = {};
+  int values_tile = -1;  // none is due
+  const auto copy_due_values = [&] {
+    if (values_tile < 0) return;
+    barrier_wait(shared.v_free(values.stage), values.round ^ 1);
+    copy_tile<C, C::kKeys>(shared.v(values.stage), &maps.v, shared.v_full(values.stage),
+                           values_tile * C::kKeys, values_of.kv_head, values_of.batch);
+    values.advance();
+    values_tile = -1;
+  };
+  const auto hand_out = [&](const Work& work, const Span& span) {
+    barrier_wait(shared.q_free(queries.stage), queries.round ^ 1);
+    *shared.item(queries.stage) = {work, span};
+    const uint32_t full = shared.q_full(queries.stage);
+    if (work.batch >= 0 && span.first_tile <= span.last_tile) {
+      copy_tile<C, C::kQueries>(shared.q(queries.stage), &maps.q, full, work.first_query, work.head,
+                                work.batch);
+    } else {
+      barrier_arrive(full);
+    }
+    queries.advance();
+  };
+  const int rounds = schedule.rounds(gridDim.x);
+  for (int round = 0; round < rounds; ++round) {
+    Work work;
+    if (!schedule.work(round, blockIdx.x, gridDim.x, C::kQueries, &work)) continue;
+    const Span span = span_of<C>(p, work);
+    // With one place for queries, the next ones wait until there is nothing left to do with these.
+    if (C::kQueryStages == 1) copy_due_values();
+    if (span.first_tile > span.last_tile) hand_out(work, span);
+    for (int tile = span.last_tile; tile >= span.first_tile; --tile) {
+      barrier_wait(shared.k_free(keys.stage), keys.round ^ 1);
+      copy_tile<C, C::kKeys>(shared.k(keys.stage), &maps.k, shared.k_full(keys.stage),
+                             tile * C::kKeys, work.kv_head, work.batch);
+      keys.advance();
+      if (tile == span.last_tile) hand_out(work, span);
+      copy_due_values();
+      values_of = work, values_tile = tile;
+    }
+  }
+  copy_due_values();
+  hand_out({-1, 0, 0, 0}, {});
+}
+
+// What the mask adds to the scores of each key, a tile at a time, by one warp.
+template <class C>
+__device__ __forceinline__ void produce_biases(const Problem& p, const Plan& plan,
+                                               const Schedule& schedule, const Shared<C>& shared) {
+  constexpr int kPerLane = (C::kKeys + 31) / 32;
+  const int lane = threadIdx.x % 32;
+  Ring<C::kStages> ring;
+  const int rounds = schedule.rounds(gridDim.x);
+  for (int round = 0; round < rounds; ++round) {
+    Work work;
+    if (!schedule.work(round, blockIdx.x, gridDim.x, C::kQueries, &work)) continue;
+    const Span span = span_of<C>(p, work);
+    const char* const row = mask_element(p, plan, work.batch, work.head, 0, 0);
+    for (int tile = span.last_tile; tile >= span.first_tile; --tile) {
+      uint32_t bits[kPerLane];
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        const int key = tile * C::kKeys + 32 * i + lane;
+        bits[i] =
+            key < span.range.limit ? mask_bits(row + key * plan.mask_step, plan.mask_bytes) : 0;
+      }
+      barrier_wait(shared.bias_free(ring.stage), ring.round ^ 1);
+      bool biased = false;
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        const int key = 32 * i + lane;
+        const float bias = mask_bias(bits[i], p.mask_dtype);
+        if (key < C::kKeys) {
+          shared.biases(ring.stage)[key] = bias;
+          biased |= bias != 0.f && tile * C::kKeys + key < span.range.limit;
+        }
+      }
+      biased = __any_sync(0xffffffffu, biased);
+      if (lane == 0) {
+        *shared.biased(ring.stage) = biased;
+        barrier_arrive(shared.bias_full(ring.stage));
+      }
+      ring.advance();
+    }
+  }
+}
+
+}  // namespace flashonnx::sm90

@@ -1,0 +1,83 @@
+// Where things stand in a block's shared memory, and the rings of stages that producer and
+// consumers go round.
+#pragma once
+
+#include "kernels/sm90/async.cuh"
+#include "kernels/sm90/config.h"
+#include "kernels/sm90/schedule.h"
+
+namespace flashonnx::sm90 {
+
+// Barriers: for each stage of Q, K, V and the biases, one that says it is full and one
+// that says it is free again.
+template <class C>
+struct Shared {
+  unsigned char* memory;
+  uint32_t base;
+
+  __device__ __forceinline__ explicit Shared(unsigned char* unaligned) {
+    const uint32_t address = shared_address(unaligned);
+    base = (address + C::kAlignment - 1) / C::kAlignment * C::kAlignment;
+    memory = unaligned + (base - address);
+  }
+
+  __device__ __forceinline__ uint32_t q(int stage) const { return base + stage * C::kQueryBytes; }
+  __device__ __forceinline__ uint32_t k(int stage) const {
+    return base + C::kQueryStages * C::kQueryBytes + stage * C::kKeyBytes;
+  }
+  __device__ __forceinline__ uint32_t v(int stage) const { return k(C::kStages + stage); }
+  __device__ __forceinline__ float* biases(int stage) const {
+    return reinterpret_cast<float*>(memory + C::kBiasAt) + stage * C::kKeys;
+  }
+  // Whether one of the stage's biases is not 0.
+  __device__ __forceinline__ int* biased(int stage) const {
+    return reinterpret_cast<int*>(memory + C::kBarriersAt + 8 * C::kBarriers) + stage;
+  }
+
+  __device__ __forceinline__ Item* item(int stage) const {
+    static_assert(sizeof(Item) == 48);
+    return reinterpret_cast<Item*>(memory + C::kItemsAt) + stage;
+  }
+
+  // A stage of Q is free when what came of it is stored.
+  __device__ __forceinline__ uint32_t q_full(int stage) const { return barrier(2 * stage); }
+  __device__ __forceinline__ uint32_t q_free(int stage) const { return barrier(2 * stage + 1); }
+  __device__ __forceinline__ uint32_t k_full(int stage) const {
+    return q_full(C::kQueryStages + stage);
+  }
+  __device__ __forceinline__ uint32_t k_free(int stage) const {
+    return q_free(C::kQueryStages + stage);
+  }
+  __device__ __forceinline__ uint32_t v_full(int stage) const { return k_full(C::kStages + stage); }
+  __device__ __forceinline__ uint32_t v_free(int stage) const { return k_free(C::kStages + stage); }
+  __device__ __forceinline__ uint32_t bias_full(int stage) const {
+    return v_full(C::kStages + stage);
+  }
+  __device__ __forceinline__ uint32_t bias_free(int stage) const {
+    return v_free(C::kStages + stage);
+  }
+
+  // By one thread, before any other uses them.
+  __device__ __forceinline__ void init_barriers() const {
+    constexpr int kConsumerWarps = 4 * C::kGroups;
+    for (int i = 0; i < C::kBarriers; ++i) barrier_init(barrier(i), i % 2 ? kConsumerWarps : 1);
+    fence_barrier_init();
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t barrier(int i) const { return base + C::kBarriersAt + 8 * i; }
+};
+
+// A position in a ring, and how often it has gone round, modulo 2: consumers wait for phase `round`
+// of a full barrier, the producer for the phase before of a free one.
+template <int kStages>
+struct Ring {
+  int stage = 0;
+  uint32_t round = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) stage = 0, round ^= 1;
+  }
+};
+
+}  // namespace flashonnx::sm90

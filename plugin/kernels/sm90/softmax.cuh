@@ -1,0 +1,97 @@
+// The online softmax of a warpgroup's rows.
+//
+// A row's maximum is a stale one: it is raised, and what was summed before rescaled, only when a
+// score exceeds it by more than 2^kSlack. The result is the same (numerator and denominator share
+// the factor), P stays far inside the range of both 16-bit types, and after the first tiles neither
+// a reduction over lanes nor a pass over the output is needed.
+#pragma once
+
+#include <cfloat>
+
+#include "kernels/sm90/mma.cuh"
+
+namespace flashonnx::sm90 {
+
+constexpr float kSlack = 8.f;  // P up to 256
+
+// Places of a consumer thread: rows `row` and `row` + 8 of its warp's 16; columns 8 n + 2 * `quad`
+// and the next, n counting groups of four registers. Register 4 n + 2 h + e is row + 8 h, column
+// 8 n + 2 quad + e.
+struct Lane {
+  int group, warp, lane, row, quad;
+  __device__ __forceinline__ Lane()
+      // The same in all lanes, told to the compiler.
+      : group(__shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1),
+        warp(threadIdx.x / 32 % 4),
+        lane(threadIdx.x % 32),
+        row(lane / 4),
+        quad(lane % 4) {}
+  __device__ __forceinline__ int first_row() const { return group * 64 + warp * 16 + row; }
+};
+
+struct RowState {
+  float maximum[2];  // in powers of 2; -FLT_MAX: no key yet
+  float sum[2];      // of P over this thread's keys
+};
+
+// The factors, apart from `state`, by which sums up to now have to be multiplied.
+struct Raise {
+  bool any;  // in this warp
+  float keep[2];
+};
+
+// Raises the rows' maxima if a score asks for it, and the sums with them.
+template <class C>
+__device__ __forceinline__ Raise raise_maxima(const float (&scores)[C::kScores], float factor,
+                                              RowState& state) {
+  float top[2];
+  bool exceeds = false;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float x = fmaxf(scores[2 * h], scores[2 * h + 1]);
+#pragma unroll
+    for (int n = 1; n < C::kScores / 4; ++n)
+      x = fmaxf(x, fmaxf(scores[4 * n + 2 * h], scores[4 * n + 2 * h + 1]));
+    top[h] = x * factor;
+    exceeds |= top[h] > state.maximum[h] + kSlack;
+  }
+  Raise raise = {__any_sync(0xffffffffu, exceeds) != 0, {1.f, 1.f}};
+  if (!raise.any) return raise;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float next = fmaxf(state.maximum[h], quad_maximum(top[h]));
+    raise.keep[h] = exp2_approximate(state.maximum[h] - next);
+    state.maximum[h] = next;
+    state.sum[h] *= raise.keep[h];
+  }
+  return raise;
+}
+
+// scores = P = 2^(factor * scores - maximum), and the rows' sums.
+template <class C>
+__device__ __forceinline__ void exponentiate(float factor, float (&scores)[C::kScores],
+                                             RowState& state) {
+#pragma unroll
+  for (int i = 0; i < C::kScores; ++i) {
+    const int h = i / 2 % 2;
+    scores[i] = exp2_approximate(fmaf(scores[i], factor, -state.maximum[h]));
+    state.sum[h] += scores[i];
+  }
+}
+
+// P as the A operand: accumulators of two 8-column groups are one 16-key operand.
+template <class T, class C>
+__device__ __forceinline__ void pack_scores(const float (&scores)[C::kScores],
+                                            uint32_t (&p)[C::kScores / 2]) {
+#pragma unroll
+  for (int i = 0; i < C::kScores / 2; ++i) p[i] = pack<T>(scores[2 * i], scores[2 * i + 1]);
+}
+
+template <class C>
+__device__ __forceinline__ void rescale(const Raise& raise, float (&output)[C::kOutputs]) {
+  if (!raise.any) return;
+#pragma unroll
+  for (int i = 0; i < C::kOutputs; ++i) output[i] *= raise.keep[i / 2 % 2];
+}
+
+}  // namespace flashonnx::sm90

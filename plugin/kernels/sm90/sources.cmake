@@ -1,0 +1,9 @@
+# The kernel for Hopper (compute capability 9.0). Paths are relative to plugin/.
+set(FLASHONNX_SM90_SOURCES
+  kernels/sm90/launch.cpp
+  kernels/sm90/tensor_map.cpp
+  kernels/sm90/dim64.cu
+  kernels/sm90/dim96.cu
+  kernels/sm90/dim128.cu
+  kernels/sm90/dim192.cu
+  kernels/sm90/dim256.cu)

@@ -1,0 +1,72 @@
+#include "kernels/sm90/tensor_map.h"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+
+#include "kernels/common/cuda.h"
+
+namespace flashonnx::sm90 {
+namespace {
+
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+// The driver's function, which the library does not link to: it also loads without a driver.
+flashonnx_status encoder(Encode* encode) {
+  static const auto found = [] {
+    struct {
+      void* function = nullptr;
+      cudaError_t error;
+    } result;
+    cudaDriverEntryPointQueryResult query;
+    result.error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &result.function,
+                                                    12000, cudaEnableDefault, &query);
+    return result;
+  }();
+  *encode = reinterpret_cast<Encode>(found.function);
+  if (found.error == cudaSuccess && found.function == nullptr) {
+    return make_status(FLASHONNX_RUNTIME_ERROR, "sm90: the driver has no cuTensorMapEncodeTiled");
+  }
+  return cuda_status(found.error, "sm90: cuTensorMapEncodeTiled of the driver");
+}
+
+}  // namespace
+
+bool strides_fit(const flashonnx_tensor& tensor, int64_t batch, int64_t heads, int64_t rows) {
+  const int64_t sizes[] = {batch, heads, rows};
+  for (int i = 0; i < 3; ++i) {
+    const int64_t bytes = tensor.stride[i] * 2;
+    if (sizes[i] > 1 && (bytes <= 0 || bytes % 16 != 0 || bytes >= int64_t{1} << 40)) return false;
+  }
+  return true;
+}
+
+flashonnx_status encode_tensor_map(const flashonnx_tensor& tensor, int64_t batch, int64_t heads,
+                                   int64_t rows, int64_t dim, int box_rows, int box_features,
+                                   CUtensorMap* map) {
+  Encode encode = nullptr;
+  FLASHONNX_RETURN_IF_ERROR(encoder(&encode));
+  // Nothing may be 0, and a stride that is never used still has to be one.
+  const auto size = [](int64_t x) { return static_cast<cuuint64_t>(std::max<int64_t>(x, 1)); };
+  const auto stride = [](int64_t count, int64_t elements) {
+    return static_cast<cuuint64_t>(count > 1 ? elements * 2 : 16);
+  };
+  const cuuint64_t sizes[] = {size(dim), size(rows), size(heads), size(batch)};
+  const cuuint64_t strides[] = {stride(rows, tensor.stride[2]), stride(heads, tensor.stride[1]),
+                                stride(batch, tensor.stride[0])};
+  const cuuint32_t box[] = {static_cast<cuuint32_t>(box_features),
+                            static_cast<cuuint32_t>(box_rows), 1, 1};
+  const cuuint32_t steps[] = {1, 1, 1, 1};
+  const CUresult result =
+      encode(map,
+             tensor.dtype == FLASHONNX_FLOAT16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                               : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+             4, tensor.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             box_features == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result == CUDA_SUCCESS) return ok();
+  return make_status(FLASHONNX_RUNTIME_ERROR, "sm90: cuTensorMapEncodeTiled: CUDA error %d",
+                     static_cast<int>(result));
+}
+
+}  // namespace flashonnx::sm90
