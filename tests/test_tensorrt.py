@@ -231,7 +231,7 @@ _UNBUILT: dict[str, tuple[Any, dict[str, Any], str]] = {
     "not ours": (
         lambda: _of_shape(v=(2, 2, 64, 64), k=(3, 3)), {"profiles": {"q": PROFILE["q"]}}, "'mask' has the dynamic shape"
     ),
-    "no profile": (two_nodes, {}, r"ValueError: input '[qkv]' has the dynamic shape \(B, [ST], \d+\): give"),
+    "no profile": (two_nodes, {}, r"ValueError: input 'q' has the dynamic shape \(B, S, 256\): give"),
     "profile of nothing": (two_nodes, {"profiles": {"x": []}}, "ValueError: profile: the model has no input 'x'"),
     "profile of two": (
         two_nodes, {"profiles": {"q": PROFILE["q"][:2]}}, "ValueError: .*'q' is expected to have three shapes"

@@ -142,7 +142,7 @@ def _check_profiles(model: onnx.ModelProto, profiles: Sequence[Profile]) -> None
                     f"profile: input {name!r} is expected to have three shapes (minimum, optimum, maximum) of "
                     f"{len(inputs[name])} dimensions, got {tuple(map(tuple, shapes))}"
                 )
-        for name in dynamic.keys() - profile.keys():
+        for name in (name for name in dynamic if name not in profile):
             shape = ", ".join(str(dim.dim_value) if dim.HasField("dim_value") else dim.dim_param or "?"
                               for dim in dynamic[name])  # fmt: skip
             raise ValueError(
