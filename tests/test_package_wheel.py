@@ -117,7 +117,9 @@ def test_wheel_library(wheel: Path, tmp_path: Path) -> None:
     library = libraries[LIBRARY]
     if library.exported & TENSORRT:  # built with CUDA
         assert set(libraries) == {LIBRARY} | COMPANIONS
-        assert set(library.cuda_code) == ARCHITECTURES
+        code = library.cuda_code
+        assert set(code) == ARCHITECTURES
+        assert code["sm_80"] == code["sm_120"] == code["compute_80"] <= code["sm_90a"]  # which has kernels of its own
     else:
         assert set(libraries) == {LIBRARY}
 
