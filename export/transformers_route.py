@@ -190,11 +190,11 @@ class Route:
         import torch
 
         layer = type(module).__name__
+        if kwargs.pop("output_attentions", None) or _weights_are_wanted():
+            raise self._refuse(f"{layer} is to give its attention weights; export without output_attentions")
         for name, argument in kwargs.items():
             if name not in _HARMLESS and argument is not None and argument is not False:
                 raise self._refuse(f"{layer} passes '{name}', which the route does not know")
-        if _weights_are_wanted():
-            raise self._refuse("the attention weights are an output; export without output_attentions")
         if dropout:
             from flashonnx.export.torch_nodes import warn_of_dropout
 

@@ -354,3 +354,26 @@ def test_export(opset: int, tmp_path: Any) -> None:
         feeds = {i.name: x.numpy() for i, x in zip(session.get_inputs(), given, strict=True)}
         for name, got, want in zip(range(6), session.run(None, feeds), expected, strict=True):
             np.testing.assert_allclose(got, want.numpy(), atol=2e-6 * math.sqrt(24), err_msg=f"output {name}")
+
+
+class Sums(torch.nn.Module):
+    """Attention of which lse is used, and present keys are not."""
+
+    def forward(self, q: Any, k: Any, v: Any) -> Any:
+        y, _, _, lse = attention_outputs(q, k, v, present=True, lse=True)
+        return y, lse
+
+
+def test_outputs_that_nobody_uses(tmp_path: Any) -> None:
+    """They are absent from the node, so that they are not computed; with the library and without it."""
+    onnx = pytest.importorskip("onnx")
+    ort = pytest.importorskip("onnxruntime")
+    inputs, path = dict(zip("qkv", torch.randn(3, 2, 4, 5, 8), strict=True)), tmp_path / "model.onnx"
+    flashonnx.export_onnx(Sums().eval(), tuple(inputs.values()), path)
+    (node,) = [n for n in onnx.load(path).graph.node if n.domain == "flashonnx"]
+    assert [bool(name) for name in node.output] == [True, False, False, True]
+    feeds = {name: x.numpy() for name, x in inputs.items()}
+    providers = ["CPUExecutionProvider"]
+    for session in (flashonnx.session(path, providers), ort.InferenceSession(path, providers=providers)):
+        for got, want in zip(session.run(None, feeds), Sums()(*inputs.values()), strict=True):
+            np.testing.assert_allclose(got, want.numpy(), atol=2e-6)

@@ -70,6 +70,8 @@ class StandardAttention(Rule):
         made = output.producer()
         assert made is not None
         replaced = dict(zip(site.outputs, made.outputs, strict=True))
+        for old in [old for old in site.outputs[1:] if not _is_used(old)]:
+            replaced.pop(old).name = ""  # else it would be computed, for nobody
         if arrangement is not None:
             del replaced[site.outputs[0]]
             replaced = {arrangement.way_out.replaces: arrangement.way_out.build(builder, output), **replaced}

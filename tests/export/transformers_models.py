@@ -206,8 +206,8 @@ FAMILIES = (
         "CLIPModel",
         ("CLIPConfig", {"text_config": {**_TEXT, "eos_token_id": 2}, "vision_config": _IMAGE, "projection_dim": 16}),
         inputs=image_and_text,
-        attributes=(_CAUSAL, _CAUSAL, {}, {}),
-        masks=(_KEYS, _KEYS, None, None),
+        attributes=({}, {}, _CAUSAL, _CAUSAL),
+        masks=(None, None, _KEYS, _KEYS),
         nodes=4,
     ),
 )
