@@ -17,9 +17,10 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
+
+from flashonnx.export.transformers_masks import MODULE, Bounds, bounds_of, describe, is_consecutive
 
 # Not the name of a kernel: transformers looks up names with "flash" in them on its hub.
 NAME = "onnx_fused"
@@ -39,34 +40,12 @@ _HARMLESS = frozenset(
         "use_cache",
     ]
 )
-_MASKS = "transformers.masking_utils"
 # Code that would make other masks, or none, for a name that it has never heard of.
 _SWITCH = re.compile(r"""_attn_implementation[^\n]*["']sdpa["']""")
-_PROBE = 1 << 20  # a query position far from both ends
 
 
 class RouteRefusalError(Exception):
     """A model that the route cannot take, in words that say what it is about."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Bounds:
-    """Which keys j a query i sees, by position: i - left <= j <= i + right; None: no bound."""
-
-    left: int | None = None
-    right: int | None = None
-
-    def __and__(self, other: Bounds) -> Bounds:
-        lefts = [side for side in (self.left, other.left) if side is not None]
-        rights = [side for side in (self.right, other.right) if side is not None]
-        return Bounds(min(lefts, default=None), min(rights, default=None))
-
-    def attributes(self) -> dict[str, Any]:
-        """As the operator has them."""
-        if self.right == 0:
-            return {"is_causal": True, "left_window_size": -1 if self.left is None else self.left}
-        sides = {"left_window_size": self.left, "right_window_size": self.right}
-        return {name: side for name, side in sides.items() if side is not None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +78,7 @@ class Route:
         self.remarks: dict[str, None] = {}
         self.refusal = ""
         self._configs = _configs(model)
+        self._was_eager = any(config._attn_implementation_internal == "eager" for config in self._configs)
         self._before: list[tuple[Any, str, Any]] = []
 
     def __enter__(self) -> Self:
@@ -107,7 +87,7 @@ class Route:
         masks.register(NAME, self.mask)
         for config in self._configs:
             self._set(config, "_attn_implementation_internal", NAME)
-        masking = sys.modules[_MASKS]
+        masking = sys.modules[MODULE]
         find_packed = masking.find_packed_sequence_indices
         # Positions that the model has counted out itself hold one sequence; transformers looks for more in a trace.
         self._set(masking, "find_packed_sequence_indices", lambda p: None if is_consecutive(p) else find_packed(p))
@@ -155,7 +135,10 @@ class Route:
         if isinstance(offset, torch.Tensor) or (at_end and not known(offset == kv_length - q_length)):
             bounds = None
         if bounds is None or (attention_mask is not None and attention_mask.ndim != 2):
-            self.remarks[f"a mask stays queries x keys: {_name(mask_function)} is no plain window or triangle"] = None
+            what = describe(mask_function)
+            self.remarks[f"a mask stays queries x keys: {what} is more than a triangle, a window and padding"] = None
+                None
+            )
             kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
             return sdpa_mask(
                 batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
@@ -220,15 +203,15 @@ class Route:
         return y.transpose(1, 2), None
 
     def _without_mask(self, module: Any, query: Any, key: Any, is_causal: bool | None) -> Meaning:
-        """What a missing mask means, as transformers' own sdpa function has it."""
+        """What a missing mask means: to transformers' own sdpa function the layer's word, to eager ones nothing."""
         from torch.fx.experimental.symbolic_shapes import statically_known_true as known
 
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         if not causal:
             return Meaning(Bounds())
-        # Its function is causal then but for a single query, which sees all keys.
-        if not known(query.shape[2] == key.shape[2]):
-            raise self._refuse(f"{type(module).__name__} is causal without a mask, over other keys than its queries")
+        # The former is causal then but for a single query, which sees all keys.
+        if self._was_eager or not known(query.shape[2] == key.shape[2]):
+            raise self._refuse(f"{type(module).__name__} is causal but gives no mask")
         return Meaning(Bounds(right=0))
 
 
@@ -246,82 +229,6 @@ def _with_bias(mask: Any, bias: Any, key: Any) -> Any:
     if mask is None:
         return bias
     return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask
-
-
-def bounds_of(function: Any) -> Bounds | None:
-    """The bounds that a mask function of transformers stands for; None if it may be more than bounds.
-
-    Recognised by name, and then asked: a function that does not answer as its name promises is not trusted.
-    """
-    if getattr(function, "__module__", None) != _MASKS:
-        return None
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    held = {name: cell.cell_contents for name, cell in cells}
-    if function.__qualname__ == "and_masks.<locals>.and_mask":
-        parts = [bounds_of(part) for part in held["mask_functions"]]
-        known = [part for part in parts if part is not None]
-        return functools.reduce(Bounds.__and__, known, Bounds()) if len(known) == len(parts) else None
-    window = held.get("sliding_window")
-    if window is not None and not (isinstance(window, int) and 0 < window < _PROBE // 2):
-        return None
-    bounds = {
-        "causal_mask_function": Bounds(right=0),
-        "bidirectional_mask_function": Bounds(),
-        "sliding_window_overlay.<locals>.inner_mask": Bounds(left=(window or 0) - 1),
-        "sliding_window_bidirectional_overlay.<locals>.inner_mask": Bounds(window, window),
-    }.get(function.__qualname__)
-    return bounds if bounds is not None and _answers_as(function, bounds) else None
-
-
-def _answers_as(function: Callable[..., Any], bounds: Bounds) -> bool:
-    """Whether a function of positions lets pass what lies within `bounds`, asked on both sides of each edge."""
-    left, right = bounds.left, bounds.right
-    edges = {0, _PROBE // 2, -_PROBE // 2}
-    edges |= {-left, -left - 1} if left is not None else set()
-    edges |= {right, right + 1} if right is not None else set()
-    try:
-        return all(
-            bool(function(0, 0, _PROBE, _PROBE + edge))
-            == ((left is None or edge >= -left) and (right is None or edge <= right))
-            for edge in edges
-        )
-    except Exception:  # it wants more than positions
-        return False
-
-
-def is_consecutive(positions: Any) -> bool:
-    """Whether a trace shows that every row of `positions` is n, n + 1, n + 2, ...: an arange, shifted and spread."""
-    try:
-        from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
-
-        mode = get_proxy_mode()
-        slot = get_proxy_slot(positions, mode.tracer, None) if mode is not None else None
-        node = slot.proxy.node if slot is not None else None
-    except (ImportError, AttributeError, KeyError):  # of another PyTorch
-        return False
-    while node is not None and node.op == "call_function":
-        if str(node.target) in ("aten.arange.default", "aten.arange.start"):
-            return True
-        if not _keeps_steps(str(node.target), node.args[1:]):
-            return False
-        node = node.args[0]
-    return False
-
-
-def _keeps_steps(operator: str, arguments: tuple[Any, ...]) -> bool:
-    """Whether an operator leaves the steps between neighbours in the last dimension as they are."""
-    if not arguments:
-        return False
-    match operator:
-        case "aten.add.Tensor":  # a number, not a tensor
-            return isinstance(arguments[0], int) or str(getattr(arguments[0], "target", "")).startswith("aten.sym_size")
-        case "aten.unsqueeze.default":
-            return arguments[0] == 0
-        case "aten.expand.default":
-            return arguments[0][-1] == -1
-        case "aten.repeat.default":
-            return arguments[0][-1] == 1
-    return False
 
 
 def candidate(model: Any) -> str | None:
@@ -383,10 +290,6 @@ def _weights_are_wanted() -> bool:
     except ImportError:
         return False
     return any("attentions" in name for name in _active_collector.get() or ())
-
-
-def _name(function: Any) -> str:
-    return getattr(function, "__qualname__", repr(function)).replace(".<locals>", "")
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 flashonnx = pytest.importorskip("flashonnx")
-from flashonnx.export import transformers_route  # noqa: E402
+from flashonnx.export import transformers_masks, transformers_route  # noqa: E402
 from transformers import masking_utils  # noqa: E402
 from transformers_models import FAMILIES, Family, text  # noqa: E402
 
@@ -325,6 +326,19 @@ def test_past(tmp_path: Path) -> None:
             np.testing.assert_allclose(session.run(None, feeds)[0], model(**given).numpy(), atol=TOLERANCE)
 
 
+def test_a_layer_without_a_mask() -> None:
+    """Is what its own word or the argument says, where transformers' sdpa function would take that word, too."""
+    causal, other = SimpleNamespace(is_causal=True), SimpleNamespace(is_causal=False)
+    q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 7, 8)
+    route = transformers_route.Route(Small())
+    assert route._without_mask(other, q, k, None).bounds == transformers_masks.Bounds()
+    assert route._without_mask(causal, q, k, False).bounds == transformers_masks.Bounds()
+    assert route._without_mask(causal, q, q, None).bounds == transformers_masks.Bounds(right=0)
+    for kind, keys in (("sdpa", k), ("eager", q)):
+        with pytest.raises(transformers_route.RouteRefusalError, match="is causal but gives no mask"):
+            transformers_route.Route(Small(attention=kind))._without_mask(causal, q, keys, None)
+
+
 MASK_FUNCTIONS = {
     "causal": (masking_utils.causal_mask_function, (None, 0)),
     "bidirectional": (masking_utils.bidirectional_mask_function, (None, None)),
@@ -344,7 +358,7 @@ MASK_FUNCTIONS = {
 def test_bounds(name: str) -> None:
     """What the bounds say is what transformers' own mask says."""
     function, sides = MASK_FUNCTIONS[name]
-    bounds = transformers_route.bounds_of(function)
+    bounds = transformers_masks.bounds_of(function)
     assert (bounds.left, bounds.right) == sides
     mask = masking_utils.sdpa_mask(1, 12, 12, mask_function=function, allow_is_causal_skip=False)[0, 0].numpy()
     distance = np.arange(12) - np.arange(12)[:, None]
@@ -378,4 +392,4 @@ NO_BOUNDS = {
 
 @pytest.mark.parametrize("name", NO_BOUNDS)
 def test_what_is_more_than_bounds(name: str) -> None:
-    assert transformers_route.bounds_of(NO_BOUNDS[name]) is None
+    assert transformers_masks.bounds_of(NO_BOUNDS[name]) is None
