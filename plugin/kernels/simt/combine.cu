@@ -1,5 +1,5 @@
 // Brings together the outputs of splits, each already divided by its own sum: Y = sum w_s Y_s with
-// w_s = exp(lse_s - lse).
+// w_s = sum_s exp(maximum_s - maximum) / sum.
 //
 // Grid: linear in x, a warp for each query of each head. Block: 4 warps, no shared memory.
 #include <cuda_runtime.h>
@@ -18,8 +18,9 @@ constexpr int kWarps = 4;
 
 struct Combine {
   Problem problem;
-  View partial_o, partial_lse;
-  int64_t o_split, lse_split;
+  View partial_o, partial_maximum;
+  const float* partial_sums;  // as the maxima
+  int64_t o_split, maximum_split;
   int32_t splits;  // at most 32: one a lane
   int32_t value_dtype;
 };
@@ -69,15 +70,15 @@ __global__ void __launch_bounds__(32 * kWarps) combine_kernel(const __grid_const
             head = static_cast<int>(batch_head % p.q_heads);
   const Place place = {static_cast<int>(batch_head / p.q_heads), head, head / p.group, query, 0};
 
-  const float* lse = static_cast<const float*>(c.partial_lse.data) +
-                     place.batch * c.partial_lse.batch + head * c.partial_lse.head +
-                     query * c.partial_lse.row;
+  const int64_t at = lane * c.maximum_split + place.batch * c.partial_maximum.batch +
+                     head * c.partial_maximum.head + query * c.partial_maximum.row;
   const float* o = static_cast<const float*>(c.partial_o.data) + place.batch * c.partial_o.batch +
                    head * c.partial_o.head + query * c.partial_o.row;
-  const float mine = lane < c.splits ? lse[lane * c.lse_split] : -INFINITY;
+  const bool split = lane < c.splits;
+  const float mine = split ? static_cast<const float*>(c.partial_maximum.data)[at] : -INFINITY;
   const float maximum = reduce_warp(mine, [](float a, float b) { return fmaxf(a, b); });
   const float base = maximum == -INFINITY ? 0.f : maximum;  // as in softmax.cuh
-  float weight = expf(mine - base);
+  float weight = split ? c.partial_sums[at] * expf(mine - base) : 0.f;
   const float sum = reduce_warp(weight, [](float a, float b) { return a + b; });
   if (lane == 0 && p.lse.data) {
     static_cast<float*>(
@@ -95,9 +96,8 @@ __global__ void __launch_bounds__(32 * kWarps) combine_kernel(const __grid_const
        start += 32) {  // all lanes, so that they can exchange weights
     const int feature = min(start + lane, p.value_dim - 1);
     float output = 0.f;
-    for (int split = 0; split < c.splits; ++split) {
-      output =
-          fmaf(__shfl_sync(0xffffffffu, weight, split), o[split * c.o_split + feature], output);
+    for (int s = 0; s < c.splits; ++s) {
+      output = fmaf(__shfl_sync(0xffffffffu, weight, s), o[s * c.o_split + feature], output);
     }
     if (sum == 0.f) output = empty_row(p, place, c.value_dtype, feature);
     if (start + lane < p.value_dim) {
@@ -110,8 +110,8 @@ __global__ void __launch_bounds__(32 * kWarps) combine_kernel(const __grid_const
 
 flashonnx_status launch_combine(const Problem& problem, const Problem& partial, int32_t value_dtype,
                                 cudaStream_t stream) {
-  const Combine combine = {problem,           partial.o,      partial.lse, partial.o_split,
-                           partial.lse_split, partial.splits, value_dtype};
+  const Combine combine = {problem,         partial.o,         partial.lse,    partial.sums,
+                           partial.o_split, partial.lse_split, partial.splits, value_dtype};
   const int64_t blocks = (problem.batch_heads * problem.q_length + kWarps - 1) / kWarps;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));

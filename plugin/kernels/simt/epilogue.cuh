@@ -102,8 +102,13 @@ __device__ __forceinline__ void finish_rows(const Problem& p, const Place& place
     const int query = place.first_query + lane.query(i);
     const float sum = state.sum[i], maximum = state.maximum[i];
     if (lse && query <= last_query && lane.warp_column == 0 && lane.column == 0) {
-      lse[place.split * p.lse_split + place.batch * p.lse.batch + place.head * p.lse.head +
-          query * p.lse.row] = sum == 0.f ? -INFINITY : maximum + logf(sum);
+      const int64_t at = place.split * p.lse_split + place.batch * p.lse.batch +
+                         place.head * p.lse.head + query * p.lse.row;
+      if (p.sums) {
+        lse[at] = maximum, p.sums[at] = sum;
+      } else {
+        lse[at] = sum == 0.f ? -INFINITY : maximum + logf(sum);
+      }
     }
     float factor = 1.f / sum;
     if (p.sinks) {

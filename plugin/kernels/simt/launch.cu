@@ -114,7 +114,8 @@ int64_t splits_of(const Params& params) {
 }
 
 // The same problem with partial outputs in the workspace, which are dense: (splits, B, Hq, Sq, Dv),
-// (splits, B, Hq, Sq).
+// and twice (splits, B, Hq, Sq). Maxima and sums stay apart: beside a maximum of finfo.min a sum's
+// logarithm would be lost.
 Problem split_problem(const Problem& whole, int64_t splits, float* workspace) {
   Problem p = whole;
   const int64_t rows = p.q_length, heads = p.q_heads, dim = p.value_dim, all = p.batch_heads * rows;
@@ -123,6 +124,7 @@ Problem split_problem(const Problem& whole, int64_t splits, float* workspace) {
   p.o_split = all * dim;
   p.lse = {workspace + splits * p.o_split, heads * rows, rows, 1};
   p.lse_split = all;
+  p.sums = static_cast<float*>(p.lse.data) + splits * all;
   p.output_dtype = FLASHONNX_FLOAT32;
   p.o_vectors = dim % 4 == 0;  // the workspace is aligned to 256 bytes
   p.sinks = nullptr;
@@ -148,7 +150,7 @@ int64_t workspace(const Params& params) {
   for (const Tile& tile : tiles_of(params.device.sm_count))
     slot_rows = std::max(slot_rows, tile.slots * tile.rows);
   const int64_t rows = params.batch * params.q_heads * params.q_length;
-  return std::min(slot_rows, most_splits * rows) * (params.value_dim + 1) * 4;
+  return std::min(slot_rows, most_splits * rows) * (params.value_dim + 2) * 4;
 }
 
 const char* refusal(const Params& params) {

@@ -14,6 +14,7 @@ struct View {  // strides in elements; features are contiguous
 struct Problem {
   View q, k, v, o;
   View lse;                    // data null: not wanted
+  float* sums;                 // of a split: lse is its maxima, and these its sums; else null
   int64_t o_split, lse_split;  // strides between the splits' outputs
   View mask;                   // data null: none
   int64_t mask_key;            // its fourth stride
