@@ -44,7 +44,7 @@ struct Tiling {
   // what is to be done with each stage of Q.
   static constexpr int kBiasAt = kQueryStages * kQueryBytes + 2 * kStages * kKeyBytes;
   static constexpr int kBarriersAt = kBiasAt + kStages * kKeys * 4;
-  static constexpr int kBarriers = 2 * kQueryStages + 6 * kStages;
+  static constexpr int kBarriers = 2 * kQueryStages + 4 * kStages;
   static constexpr int kItemsAt = kBarriersAt + (kBarriers * 8 + kStages * 4 + 15) / 16 * 16;
   static constexpr int kSharedBytes = kItemsAt + kQueryStages * 48;
   // Dynamic shared memory need not begin at a multiple of what swizzling asks for.

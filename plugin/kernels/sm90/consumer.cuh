@@ -172,27 +172,23 @@ class Consumer {
   // From scores to P, in place. Lets go of the tile of K.
   __device__ __forceinline__ Raise weigh(int tile, float (&scores)[C::kScores], RowState& state) {
     const int first_key = tile * C::kKeys;
-    release(shared_.k_free(keys_.stage));
+    const Item& at = item();
     float factor = plan_.factor;
     if constexpr (kGeneral) {
-      const float* biases = nullptr;
-      if (plan_.mask_per_key) {
-        barrier_wait(shared_.bias_full(keys_.stage), keys_.round);
-        if (*shared_.biased(keys_.stage)) biases = shared_.biases(keys_.stage);
-      }
-      if (plan_.all_tiles || biases) {
-        general_scores<C>(p_, plan_, lane_, item().work, first_key, item().span.range.limit, biases,
-                          scores);
+      const bool biased = plan_.mask_per_key && *shared_.biased(keys_.stage);
+      if (plan_.all_tiles || biased) {
+        general_scores<C>(p_, plan_, lane_, at.work, first_key, at.span.range.limit,
+                          biased ? shared_.biases(keys_.stage) : nullptr, scores);
         factor = 1.f;
       }
-      if (plan_.mask_per_key) release(shared_.bias_free(keys_.stage));
     }
+    release(shared_.k_free(keys_.stage));
     keys_.advance();
-    const int first_query = item().work.first_query + lane_.group * 64;
+    const int first_query = at.work.first_query + lane_.group * 64;
     const int last_query = min(first_query + 63, p_.q_length - 1);
-    if (first_key < item().span.range.lower(last_query) ||
-        first_key + C::kKeys > item().span.range.upper(first_query)) {
-      apply_bounds<C>(item().span.range, lane_, item().work.first_query, first_key, scores);
+    if (first_key < at.span.range.lower(last_query) ||
+        first_key + C::kKeys > at.span.range.upper(first_query)) {
+      apply_bounds<C>(at.span.range, lane_, at.work.first_query, first_key, scores);
     }
     const Raise raise = raise_maxima<C>(scores, factor, state);
     exponentiate<C>(factor, scores, state);
@@ -247,7 +243,7 @@ class Consumer {
   const Lane lane_;
   uint32_t stored_ = 0;  // the barrier of the queries in whose place rows wait to leave; 0: none
   Ring<C::kQueryStages> queries_;
-  Ring<C::kStages> keys_, values_;  // those of the biases are those of K
+  Ring<C::kStages> keys_, values_;
 };
 
 }  // namespace flashonnx::sm90

@@ -11,7 +11,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
               const __grid_constant__ Schedule schedule, const __grid_constant__ Maps maps) {
   extern __shared__ unsigned char memory[];
   const Shared<C> shared(memory);
-  if (threadIdx.x == 0) shared.init_barriers();
+  if (threadIdx.x == 0) shared.init_barriers(kGeneral && plan.mask_per_key);
   __syncthreads();
   if (threadIdx.x < 128) {
     give_registers<C::kProducerRegisters>();

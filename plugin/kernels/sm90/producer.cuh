@@ -75,7 +75,7 @@ __device__ __forceinline__ void produce(const Problem& p, const Schedule& schedu
   hand_out({-1, 0, 0, 0}, {});
 }
 
-// What the mask adds to the scores of each key, a tile at a time, by one warp.
+// What the mask adds to the scores of each key of the stages of K, by one warp.
 template <class C>
 __device__ __forceinline__ void produce_biases(const Problem& p, const Plan& plan,
                                                const Schedule& schedule, const Shared<C>& shared) {
@@ -96,7 +96,7 @@ __device__ __forceinline__ void produce_biases(const Problem& p, const Plan& pla
         bits[i] =
             key < span.range.limit ? mask_bits(row + key * plan.mask_step, plan.mask_bytes) : 0;
       }
-      barrier_wait(shared.bias_free(ring.stage), ring.round ^ 1);
+      barrier_wait(shared.k_free(ring.stage), ring.round ^ 1);
       bool biased = false;
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) {
@@ -110,7 +110,7 @@ __device__ __forceinline__ void produce_biases(const Problem& p, const Plan& pla
       biased = __any_sync(0xffffffffu, biased);
       if (lane == 0) {
         *shared.biased(ring.stage) = biased;
-        barrier_arrive(shared.bias_full(ring.stage));
+        barrier_arrive(shared.k_full(ring.stage));
       }
       ring.advance();
     }

@@ -50,17 +50,13 @@ struct Shared {
   }
   __device__ __forceinline__ uint32_t v_full(int stage) const { return k_full(C::kStages + stage); }
   __device__ __forceinline__ uint32_t v_free(int stage) const { return k_free(C::kStages + stage); }
-  __device__ __forceinline__ uint32_t bias_full(int stage) const {
-    return v_full(C::kStages + stage);
-  }
-  __device__ __forceinline__ uint32_t bias_free(int stage) const {
-    return v_free(C::kStages + stage);
-  }
-
-  // By one thread, before any other uses them.
-  __device__ __forceinline__ void init_barriers() const {
-    constexpr int kConsumerWarps = 4 * C::kGroups;
-    for (int i = 0; i < C::kBarriers; ++i) barrier_init(barrier(i), i % 2 ? kConsumerWarps : 1);
+  // By one thread, before any other uses them. `biased`: a stage of K is full when its biases are
+  // there, too.
+  __device__ __forceinline__ void init_barriers(bool biased) const {
+    for (int i = 0; i < C::kBarriers; ++i) barrier_init(barrier(i), i % 2 ? 4 * C::kGroups : 1);
+    if (biased) {
+      for (int stage = 0; stage < C::kStages; ++stage) barrier_init(k_full(stage), 2);
+    }
     fence_barrier_init();
   }
 
