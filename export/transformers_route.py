@@ -131,14 +131,16 @@ class Route:
 
         bounds = None if use_vmap else bounds_of(mask_function)
         offset = q_offset - kv_offset
-        at_end = not isinstance(offset, torch.Tensor) and not known(offset == 0)
-        if isinstance(offset, torch.Tensor) or (at_end and not known(offset == kv_length - q_length)):
-            bounds = None
-        if bounds is None or (attention_mask is not None and attention_mask.ndim != 2):
-            what = describe(mask_function)
-            self.remarks[f"a mask stays queries x keys: {what} is more than a triangle, a window and padding"] = None
-                None
-            )
+        at_end = isinstance(offset, torch.Tensor) or not known(offset == 0)
+        why = ""
+        if bounds is None:
+            why = f"{describe(mask_function)} is more than a triangle, a window and padding"
+        elif at_end and (isinstance(offset, torch.Tensor) or not known(offset == kv_length - q_length)):
+            why = "the queries stand neither at the first nor at the last keys"
+        elif attention_mask is not None and attention_mask.ndim != 2:
+            why = f"the attention mask has {attention_mask.ndim} dimensions"
+        if bounds is None or why:
+            self.remarks[f"a mask stays queries x keys: {why}"] = None
             kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
             return sdpa_mask(
                 batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
