@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import zipfile
 from email import message_from_bytes
@@ -131,7 +130,7 @@ def test_wheel_runs(wheel: Path, tmp_path: Path) -> None:
     python = tmp_path / "venv" / "bin" / "python"
     _python("-m", "pip", "--python", python, "install", "--no-index", "--no-deps", wheel)
     (installed,) = (tmp_path / "venv").glob("lib/python*/site-packages")
-    (installed / "others.pth").write_text(sysconfig.get_path("purelib"))
+    (installed / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
     environment = {k: v for k, v in os.environ.items() if not k.startswith("FLASHONNX_") and k != "PYTHONPATH"}
     done = subprocess.run(
         [python, "-W", "error::UserWarning", "-c", USE], env=environment, cwd=tmp_path, capture_output=True, text=True
