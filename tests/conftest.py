@@ -15,6 +15,7 @@ from flashonnx._library import library_path as find_library
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--arch", type=int, help="kernels of an older compute capability: 80")
     parser.addoption("--tight", action="store_true", help="arrays without guards around them, for sanitizers")
 
 
@@ -23,6 +24,10 @@ def pytest_configure(config: pytest.Config) -> None:
         import seam
 
         seam.guarded = False
+    if config.getoption("--arch"):
+        import seam
+
+        seam.arch = config.getoption("--arch")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import draw as drawing
+import seam
 from arranged import Arranged
 from flashonnx._capi import Library
 from flashonnx._library import library_path
@@ -38,11 +39,13 @@ class Fuzzer:
     device: str = "cpu"
     seed: int = 0
     through: str = "seam"
+    arch: int | None = None
 
     def command(self, index: int) -> str:
         """Repeats one problem."""
         through = "" if self.through == "seam" else f" --through {self.through}"
-        return f"python tests/fuzz.py --device {self.device} --seed {self.seed} --only {index}{through}"
+        arch = f" --arch {self.arch}" if self.arch else ""
+        return f"python tests/fuzz.py --device {self.device} --seed {self.seed} --only {index}{through}{arch}"
 
     def describe(self, index: int) -> str:
         """The problem in words."""
@@ -56,6 +59,7 @@ class Fuzzer:
         """
         parts = self.draw(index)
         if self.through == "seam":
+            seam.arch = self.arch or seam.arch
             return Arranged(library or _library(), *parts, device=self.device).check()
         case = parts[0]
         inputs = case.inputs()
@@ -216,11 +220,12 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--only", type=int, help="one problem, which is described whatever becomes of it")
     parser.add_argument("--through", choices=("seam", "ort"), default="seam")
+    parser.add_argument("--arch", type=int, help="kernels of an older compute capability than the device's: 80")
     parser.add_argument("--minutes", type=float, default=60.0, help="the end, if the count is not reached before")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--most-failures", type=int, default=20, help="stop after so many")
     options = parser.parse_args()
-    fuzzer = Fuzzer(options.device, options.seed, options.through)
+    fuzzer = Fuzzer(options.device, options.seed, options.through, options.arch)
     if options.only is not None:
         print(fuzzer.describe(options.only))
         print(fuzzer.check(options.only))

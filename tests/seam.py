@@ -16,6 +16,8 @@ GUARD = 4096  # bytes on either side of every array, all ones: NaN in every floa
 ALIGNMENT = 256
 # `pytest --tight` turns guards off, so that a sanitizer sees where each array ends.
 guarded = True
+# `pytest --arch 80` has the kernels chosen for a device of that compute capability, where the device's own is newer.
+arch: int | None = None
 
 
 class Buffer:
@@ -155,7 +157,10 @@ def check_outputs(case: Case, inputs: dict[str, Array], outputs: dict[str, Array
 def query_device(library: Library, device: str) -> Device:
     """The seam's description of "cpu", "cuda" or "cuda:1"."""
     kind, _, ordinal = device.partition(":")
-    return library.device(CPU if kind == "cpu" else CUDA, int(ordinal or -1))
+    described = library.device(CPU if kind == "cpu" else CUDA, int(ordinal or -1))
+    if arch and kind != "cpu":
+        described.arch = arch
+    return described
 
 
 def current_stream(device: str) -> int:

@@ -134,19 +134,4 @@ __device__ __forceinline__ void attend_carefully(const Problem& p, const Plan& p
   }
 }
 
-// The warp's rows of a tile that sees no key.
-template <class T, class C>
-__device__ __forceinline__ void store_empty(const Problem& p, const Work& work, int first_query,
-                                            int lane) {
-  float output[C::kDim / 32];
-#pragma unroll
-  for (int i = 0; i < C::kDim / 32; ++i) output[i] = 0.f;
-  if (p.empty_row_mean) mean_of_values<T, C>(p, work, lane, output);
-#pragma unroll 1
-  for (int query = first_query; query < min(first_query + 16, p.q_length); ++query) {
-    store_row<C>(p, work, query, lane, 1.f, output);
-    if (lane == 0) store_lse(p, work, query, -INFINITY);
-  }
-}
-
 }  // namespace flashonnx::sm90

@@ -24,8 +24,8 @@ struct Tiling {
   static constexpr bool kTurns = kTurns_;
 
   // Registers of a thread: 65536 for all. Softmax and output live in the consumers'.
-  static constexpr int kProducerRegisters = kGroups == 2 ? 24 : 32;
-  static constexpr int kConsumerRegisters = kGroups == 2 ? 240 : 160;
+  static constexpr int kProducerRegisters = kGroups == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kGroups == 2 ? 232 : kGroups == 3 ? 160 : 120;
   static_assert(128 * (kProducerRegisters + kGroups * kConsumerRegisters) <= 65536);
 
   // A swizzled box of the copy engine has rows of 128 bytes, or of 64 where the head dimension asks

@@ -24,10 +24,12 @@ class Consumer {
     uint32_t p[C::kScores / 2];
 #pragma unroll
     for (int i = 0; i < C::kOutputs; ++i) output[i] = 0.f;
+    skip_keys();
     begin_scores(scores);
     wait_products<0>();
     fence_registers(scores);
     RowState state = weigh_first(scores);
+    skip_values();
     pack_scores<T, C>(scores, p);
     while (true) {
       walk(scores, p, output, state);
@@ -38,29 +40,34 @@ class Consumer {
       queries_.advance();
       if constexpr (C::kQueryStages > 1) {
         if (!next_item()) {
-          begin_last_values(done, p, output);
+          begin_last_values(done, last_tile_, p, output);
           end_last_values(output);
           finish_item(done, stage, output, state);
           settle_stores();
           return;
         }
         // The next tile's first products and softmax are made beside this one's last.
+        const int done_tile = last_tile_;
+        skip_keys();
         begin_scores(scores);
-        begin_last_values(done, p, output);
+        begin_last_values(done, done_tile, p, output);
         wait_products<1>();
         fence_registers(scores);
         const RowState next = weigh_first(scores);
         fence_registers(scores);
         end_last_values(output);
+        skip_values();
         finish_item(done, stage, output, state);
         state = next;
       } else {
         // The next queries come to where these are.
         release(shared_.q_free(stage));
-        begin_last_values(done, p, output);
+        begin_last_values(done, last_tile_, p, output);
         end_last_values(output);
         finish_item(done, stage, output, state);
         if (!next_item()) return;
+        skip_keys();
+        skip_values();
         begin_scores(scores);
         wait_products<0>();
         fence_registers(scores);
@@ -71,17 +78,33 @@ class Consumer {
   }
 
  private:
-  // Waits for the next tile of queries that sees a key; false if there is none.
+  // Waits for the next tile of queries; false if there is none.
   __device__ __forceinline__ bool next_item() {
-    while (true) {
-      barrier_wait(shared_.q_full(queries_.stage), queries_.round);
-      const Item& next = item();
-      if (next.work.batch < 0) return false;
-      if (next.span.first_tile <= next.span.last_tile) return true;
-      store_empty<T, C>(p_, next.work, first_query_of_warp(next.work), lane_.lane);
-      release(shared_.q_free(queries_.stage));
-      queries_.advance();
-    }
+    barrier_wait(shared_.q_full(queries_.stage), queries_.round);
+    return item().work.batch >= 0;
+  }
+
+  // Lets go of the last tile of keys if other groups see it and this one does not. More than one
+  // tile cannot be let go of here: the producer would wait for this group to use the values before.
+  __device__ __forceinline__ void skip_keys() {
+    const Span& span = item().span;
+    const int first_query = item().work.first_query + lane_.group * 64;
+    const int end = span.range.upper(min(first_query + 63, p_.q_length - 1));
+    const bool skips = span.last_tile > span.first_tile &&
+                       (end <= span.last_tile * C::kKeys || first_query >= p_.q_length);
+    last_tile_ = span.last_tile - skips;
+    if (!skips) return;
+    barrier_wait(shared_.k_full(keys_.stage), keys_.round);
+    release(shared_.k_free(keys_.stage));
+    keys_.advance();
+  }
+  __device__ __forceinline__ void skip_values() {
+    if (last_tile_ == item().span.last_tile) return;
+    barrier_wait(shared_.v_full(values_.stage), values_.round);
+    release(shared_.v_free(values_.stage));
+    values_.advance();
+    begin_turn();
+    end_turn();
   }
 
   // Starts Q K^T of the last tile of keys.
@@ -94,12 +117,12 @@ class Consumer {
   __device__ __forceinline__ void walk(float (&scores)[C::kScores], uint32_t (&p)[C::kScores / 2],
                                        float (&output)[C::kOutputs], RowState& state) {
     const Span& span = item().span;
-    for (int tile = span.last_tile - 1; tile >= span.first_tile; --tile) {
+    for (int tile = last_tile_ - 1; tile >= span.first_tile; --tile) {
       barrier_wait(shared_.k_full(keys_.stage), keys_.round);
       begin_turn();
       multiply_keys<T, C>(queries(queries_.stage), shared_.k(keys_.stage), scores);
       wait_for_values(span, tile + 1);
-      multiply_values<T, C>(p, shared_.v(values_.stage), tile + 1 == span.last_tile, output);
+      multiply_values<T, C>(p, shared_.v(values_.stage), tile + 1 == last_tile_, output);
       end_turn();
       settle_stores();
       wait_products<1>();
@@ -116,12 +139,12 @@ class Consumer {
     settle_stores();
   }
 
-  __device__ __forceinline__ void begin_last_values(const Item& item,
+  __device__ __forceinline__ void begin_last_values(const Item& item, int last_tile,
                                                     const uint32_t (&p)[C::kScores / 2],
                                                     float (&output)[C::kOutputs]) {
     const Span& span = item.span;
     wait_for_values(span, span.first_tile);
-    multiply_values<T, C>(p, shared_.v(values_.stage), span.first_tile == span.last_tile, output);
+    multiply_values<T, C>(p, shared_.v(values_.stage), span.first_tile == last_tile, output);
   }
   __device__ __forceinline__ void end_last_values(float (&output)[C::kOutputs]) {
     wait_products<0>();
@@ -144,28 +167,25 @@ class Consumer {
       leaving = finish<T, C>(p_, plan_, o_map_, lane_, item.work, rows, state, output);
     }
     if constexpr (C::kQueryStages > 1) {
-      if (leaving) {
-        stored_ = shared_.q_free(stage);
-      } else {
-        release(shared_.q_free(stage));
-      }
+      leaving_ = leaving;
+      if (!leaving) release(shared_.q_free(stage));
     }
   }
 
-  // Lets go of the queries whose place the last rows have left.
+  // Lets go of the place of the queries before these once their rows have left it.
   __device__ __forceinline__ void settle_stores() {
-    if (C::kQueryStages == 1 || stored_ == 0) return;
+    if (C::kQueryStages == 1 || !leaving_) return;
     if (lane_.lane == 0) {
       wait_stores_read();
-      barrier_arrive(stored_);
+      barrier_arrive(shared_.q_free((queries_.stage + C::kQueryStages - 1) % C::kQueryStages));
     }
-    stored_ = 0;
+    leaving_ = false;
   }
 
   // Scores of the last tile of keys, the first that is met.
   __device__ __forceinline__ RowState weigh_first(float (&scores)[C::kScores]) {
     RowState state = {{-FLT_MAX, -FLT_MAX}, {0.f, 0.f}};
-    weigh(item().span.last_tile, scores, state);
+    weigh(last_tile_, scores, state);
     return state;
   }
 
@@ -174,13 +194,15 @@ class Consumer {
     const int first_key = tile * C::kKeys;
     const Item& at = item();
     float factor = plan_.factor;
+    const bool biased = plan_.mask_per_key && *shared_.biased(keys_.stage);
+    const float* const biases = shared_.biases(keys_.stage);
     if constexpr (kGeneral) {
-      const bool biased = plan_.mask_per_key && *shared_.biased(keys_.stage);
-      if (plan_.all_tiles || biased) {
-        general_scores<C>(p_, plan_, lane_, at.work, first_key, at.span.range.limit,
-                          biased ? shared_.biases(keys_.stage) : nullptr, scores);
-        factor = 1.f;
-      }
+      cap_scores<C>(p_, plan_, scores);
+      factor = 1.f;
+    }
+    if (biased) {
+      add_key_biases<C>(lane_, factor, biases, scores);
+      factor = 1.f;
     }
     release(shared_.k_free(keys_.stage));
     keys_.advance();
@@ -241,7 +263,8 @@ class Consumer {
   const CUtensorMap& o_map_;
   const Shared<C>& shared_;
   const Lane lane_;
-  uint32_t stored_ = 0;  // the barrier of the queries in whose place rows wait to leave; 0: none
+  int last_tile_;         // of keys that this group sees
+  bool leaving_ = false;  // rows wait to leave the place of the queries before these
   Ring<C::kQueryStages> queries_;
   Ring<C::kStages> keys_, values_;
 };

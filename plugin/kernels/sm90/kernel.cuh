@@ -11,14 +11,16 @@ __global__ void __launch_bounds__(C::kThreads, 1)
               const __grid_constant__ Schedule schedule, const __grid_constant__ Maps maps) {
   extern __shared__ unsigned char memory[];
   const Shared<C> shared(memory);
-  if (threadIdx.x == 0) shared.init_barriers(kGeneral && plan.mask_per_key);
+  if (threadIdx.x == 0) shared.init_barriers(plan.mask_per_key);
   __syncthreads();
   if (threadIdx.x < 128) {
     give_registers<C::kProducerRegisters>();
     if (threadIdx.x == 0) {
       produce<C>(p, schedule, maps, shared);
-    } else if (kGeneral && threadIdx.x / 32 == 1 && plan.mask_per_key) {
+    } else if (threadIdx.x / 32 == 1 && plan.mask_per_key) {
       produce_biases<C>(p, plan, schedule, shared);
+    } else if (threadIdx.x / 32 == 2) {
+      store_empty_tiles<T, C>(p, schedule);
     }
   } else {
     take_registers<C::kConsumerRegisters>();

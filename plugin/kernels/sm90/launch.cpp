@@ -13,6 +13,9 @@ const char* refusal(const Params& params) {
       !strides_fit(params.v, params.batch, params.kv_heads, params.kv_length)) {
     return "reads rows, heads and batch entries at multiples of 16 bytes";
   }
+  if (params.mask.dtype != FLASHONNX_NONE && params.mask.stride[2] != 0 && params.q_length > 1) {
+    return "reads no mask that depends on the query";
+  }
   return sm80::refusal(params);
 }
 

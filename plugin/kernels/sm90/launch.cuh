@@ -53,7 +53,7 @@ flashonnx_status launch_tiling(const Params& params, cudaStream_t stream) {
   }
   const bool bfloat16 = params.q.dtype == FLASHONNX_BFLOAT16;
   const int sms = params.device.sm_count;
-  if (plan.all_tiles || plan.mask_per_key) {
+  if (plan.all_tiles) {
     return bfloat16 ? launch_kernel<__nv_bfloat16, C, true>(p, plan, schedule, maps, sms, stream)
                     : launch_kernel<__half, C, true>(p, plan, schedule, maps, sms, stream);
   }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/common/bias.cuh"
+#include "kernels/sm90/careful.cuh"
 #include "kernels/sm90/schedule.h"
 #include "kernels/sm90/shared.cuh"
 
@@ -45,7 +46,7 @@ __device__ __forceinline__ void produce(const Problem& p, const Schedule& schedu
     barrier_wait(shared.q_free(queries.stage), queries.round ^ 1);
     *shared.item(queries.stage) = {work, span};
     const uint32_t full = shared.q_full(queries.stage);
-    if (work.batch >= 0 && span.first_tile <= span.last_tile) {
+    if (work.batch >= 0) {
       copy_tile<C, C::kQueries>(shared.q(queries.stage), &maps.q, full, work.first_query, work.head,
                                 work.batch);
     } else {
@@ -60,7 +61,6 @@ __device__ __forceinline__ void produce(const Problem& p, const Schedule& schedu
     const Span span = span_of<C>(p, work);
     // With one place for queries, the next ones wait until there is nothing left to do with these.
     if (C::kQueryStages == 1) copy_due_values();
-    if (span.first_tile > span.last_tile) hand_out(work, span);
     for (int tile = span.last_tile; tile >= span.first_tile; --tile) {
       barrier_wait(shared.k_free(keys.stage), keys.round ^ 1);
       copy_tile<C, C::kKeys>(shared.k(keys.stage), &maps.k, shared.k_full(keys.stage),
@@ -113,6 +113,28 @@ __device__ __forceinline__ void produce_biases(const Problem& p, const Plan& pla
         barrier_arrive(shared.k_full(ring.stage));
       }
       ring.advance();
+    }
+  }
+}
+
+// The rows of tiles that see no key, by one warp. Consumers do not hear of them: such tiles would
+// take the places of queries while others wait for these.
+template <class T, class C>
+__device__ __forceinline__ void store_empty_tiles(const Problem& p, const Schedule& schedule) {
+  const int lane = threadIdx.x % 32;
+  const int rounds = schedule.rounds(gridDim.x);
+  for (int round = 0; round < rounds; ++round) {
+    Work work;
+    if (!schedule.work(round, blockIdx.x, gridDim.x, C::kQueries, &work)) continue;
+    const Span span = span_of<C>(p, work);
+    if (span.first_tile <= span.last_tile) continue;
+    float output[C::kDim / 32] = {};
+    if (p.empty_row_mean) mean_of_values<T, C>(p, work, lane, output);
+    const int end = min(work.first_query + C::kQueries, p.q_length);
+#pragma unroll 1
+    for (int query = work.first_query; query < end; ++query) {
+      store_row<C>(p, work, query, lane, 1.f, output);
+      if (lane == 0) store_lse(p, work, query, -INFINITY);
     }
   }
 }

@@ -68,7 +68,8 @@ struct Schedule {
 
 struct Span {
   KeyRange range;
-  int32_t first_tile, last_tile;  // first > last: no query sees a key
+  int32_t first_tile,
+      last_tile;  // first > last: no query sees a key, and consumers never hear of it
 };
 
 // What the producer tells the consumers to do.
