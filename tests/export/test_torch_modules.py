@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,10 @@ MASKS = {
     "both-float": {"key_padding_mask": padding(T, additive=True), "attn_mask": biases(S, T)},
     "both-mixed": {"key_padding_mask": padding(T, additive=True), "attn_mask": biases(B * HEADS, S, T)},
 }
+EVERYDAY = (
+    "padding-weights-False", "padding-weights-True", "float-mask-weights-True", "both-weights-False",
+    "both-mixed-weights-True", "time-first", "causal", "added-zeros", "encoder", "decoder-layer",
+)  # fmt: skip
 NO_WEIGHTS = {"need_weights": False}
 ENCODER = {"d_model": WIDTH, "nhead": HEADS, "dim_feedforward": 64, "batch_first": True}
 SOURCE = {"src": tokens(T)}
@@ -133,19 +138,29 @@ VARIANTS = (
     Variant("transformer", lambda: nn.Transformer(WIDTH, HEADS, 1, 1, 64, batch_first=True),
             {"src": tokens(T), "tgt": tokens(S), "tgt_mask": triangle(S)}, {"tgt_is_causal": True}, 3, 1),
 )  # fmt: skip
+GROUPS = {
+    "everyday": [v for v in VARIANTS if v.id in EVERYDAY],
+    "others": [v for v in VARIANTS if v.id not in EVERYDAY],
+}
+PARAMETERS = [
+    pytest.param(group, i, id=v.id, marks=[] if group == "everyday" else [pytest.mark.slow])
+    for group, variants in GROUPS.items()
+    for i, v in enumerate(variants)
+]
 
 
 class AllVariants(nn.Module):
     """Every variant, each on inputs of its own: one export takes as long as the next. The first output of each."""
 
-    def __init__(self) -> None:
+    def __init__(self, variants: list[Variant]) -> None:
         super().__init__()
-        self.modules_ = nn.ModuleList(variant.make() for variant in VARIANTS)
+        self.variants = variants
+        self.modules_ = nn.ModuleList(variant.make() for variant in variants)
         self.eval()
 
     def forward(self, problems: list[dict[str, Any]]) -> list[Any]:
         results = []
-        for variant, module, inputs in zip(VARIANTS, self.modules_, problems, strict=True):
+        for variant, module, inputs in zip(self.variants, self.modules_, problems, strict=True):
             result = module(**inputs, **variant.options)
             results.append(result[0] if isinstance(result, tuple) else result)
         return results
@@ -153,8 +168,9 @@ class AllVariants(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-    """The file, what went in and what came out of PyTorch, in float64 too, and of ONNX Runtime."""
+    """The file, and what came out of PyTorch, in float64 too, and of ONNX Runtime."""
 
+    variants: list[Variant]
     report: Any
     path: Path
     outputs: list[tuple[Any, Any, np.ndarray]]
@@ -165,11 +181,15 @@ def wide(value: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+def exports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Exported]:
+    """Gives the export of a group of variants, made once."""
+    return functools.cache(lambda group: export_group(GROUPS[group], tmp_path_factory.mktemp(group) / "model.onnx"))
+
+
+def export_group(variants: list[Variant], path: Path) -> Exported:
     torch.manual_seed(0)
-    model = AllVariants()
-    problems = [{name: make() for name, make in variant.inputs.items()} for variant in VARIANTS]
-    path = tmp_path_factory.mktemp("modules") / "model.onnx"
+    model = AllVariants(variants)
+    problems = [{name: make() for name, make in variant.inputs.items()} for variant in variants]
     report = flashonnx.export_onnx(model, (problems,), path)
     session = flashonnx.session(path, ["CPUExecutionProvider"])
     given = [tensor.numpy() for inputs in problems for tensor in inputs.values()]
@@ -178,24 +198,26 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     with torch.no_grad():
         plain = model(problems)
         truth = copy.deepcopy(model).double()([{n: wide(x) for n, x in inputs.items()} for inputs in problems])
-    return Exported(report, path, list(zip(plain, truth, session.run(None, feeds), strict=True)))
+    return Exported(variants, report, path, list(zip(plain, truth, session.run(None, feeds), strict=True)))
 
 
-@pytest.mark.parametrize("index", range(len(VARIANTS)), ids=[v.id for v in VARIANTS])
-def test_module(index: int, exported: Exported) -> None:
-    plain, truth, out = exported.outputs[index]
+@pytest.mark.parametrize(("group", "index"), PARAMETERS)
+def test_module(exports: Callable[[str], Exported], group: str, index: int) -> None:
+    plain, truth, out = exports(group).outputs[index]
     assert_close("Y", out, truth.numpy(), plain.numpy())
 
 
-def test_every_attention_is_one_node(exported: Exported) -> None:
-    number = sum(variant.sites for variant in VARIANTS)
+@pytest.mark.parametrize("group", ["everyday", pytest.param("others", marks=pytest.mark.slow)])
+def test_every_attention_is_one_node(exports: Callable[[str], Exported], group: str) -> None:
+    exported = exports(group)
+    number = sum(variant.sites for variant in exported.variants)
     assert (exported.report.fused, exported.report.total) == (number, number), str(exported.report)
     nodes = onnx.load(exported.path).graph.node
     fused = [node for node in nodes if node.domain == "flashonnx"]
     assert len(fused) == number
     assert "Softmax" not in {node.op_type for node in nodes}
     causal = [node for node in fused if any(a.name == "is_causal" and a.i for a in node.attribute)]
-    assert len(causal) == sum(variant.is_causal for variant in VARIANTS)
+    assert len(causal) == sum(variant.is_causal for variant in exported.variants)
 
 
 class Weights(nn.Module):
@@ -223,8 +245,13 @@ def test_weights_that_are_used_are_left(tmp_path: Path) -> None:
 
 def test_fast_path_is_off_only_while_exporting(tmp_path: Path) -> None:
     torch.backends.mha.set_fastpath_enabled(True)
+    look, seen = nn.modules.transformer._detect_is_causal_mask, []
     layer = nn.TransformerEncoderLayer(**ENCODER).eval()
+    layer.register_forward_pre_hook(lambda *_: seen.append(torch.backends.mha.get_fastpath_enabled()))
     with torch.no_grad():
         report = flashonnx.export_onnx(layer, (torch.randn(B, S, WIDTH),), tmp_path / "model.onnx")
     assert report.fused == 1
+    assert seen
+    assert not any(seen)
     assert torch.backends.mha.get_fastpath_enabled()
+    assert nn.modules.transformer._detect_is_causal_mask is look
