@@ -110,7 +110,7 @@ def _by_route(
             with route:
                 exported, report = convert()
         except Exception as error:  # whatever it was: the export without the route fails for it, too, or does not
-            reason = route.refusal or f"{type(error).__name__}: {_root_of(error)}"
+            reason = route.why_not(error)
         else:
             reason = _not_all(route, report)
             if not reason:
@@ -124,13 +124,6 @@ def _not_all(route: transformers_route.Route, report: Report) -> str:
     if not route.layers:
         return "no layer asked for its attention function"
     return f"'{others[0].node}' attends without it ({others[0].kind})" if others else ""
-
-
-def _root_of(error: BaseException) -> str:
-    """What went wrong at first, in one line."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return str(error).strip().partition("\n")[0]
 
 
 def _fuse(model: ir.Model, portable: bool) -> Report:

@@ -102,6 +102,17 @@ class Route:
         for interface in _interfaces():
             interface._global_mapping.pop(NAME, None)
 
+    def why_not(self, error: BaseException) -> str:
+        """What made an export through the route fail, in one line."""
+        if self.refusal:
+            return self.refusal
+        while error.__cause__ is not None:
+            error = error.__cause__
+        line = str(error).strip().partition("\n")[0]
+        if "mask_token" in line:
+            return "a mask is read by other code than the attention function"
+        return f"{type(error).__name__}: {line}"
+
     def _set(self, holder: Any, name: str, value: Any) -> None:
         """Sets an attribute until the end."""
         self._before.append((holder, name, getattr(holder, name)))
