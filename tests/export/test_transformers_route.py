@@ -239,6 +239,7 @@ class WithoutMask(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = _BY_ID["llama"].make()
+        self.eval()
 
     def forward(self, input_ids: Any, position_ids: Any = None) -> Any:
         return self.inner(input_ids, position_ids=position_ids).last_hidden_state
@@ -281,6 +282,7 @@ class Decoder(torch.nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.inner = model
+        self.eval()
 
     def forward(self, input_ids: Any, attention_mask: Any, past: list[tuple[Any, Any]]) -> Any:
         cache = transformers.DynamicCache()
