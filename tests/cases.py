@@ -349,9 +349,8 @@ CORNER = [
     Case("empty-row-past", past=4, mask="b1qk", mask_fill="first row", empty_row="mean", present=True),
     # A finite sentinel is a bias (flashinfer#4267): the row is the mean of V, or a plain softmax, never zero.
     *(c for f in ("finfo.min", "-1e4") for c in typed(Case(f"sentinel-{f}", mask="b1qk", mask_fill=f, mask_dtype="T"))),
-    # Blocks that stay take many tiles each, some of which see no key.
     *(Case(f"tiles-without-keys-{c}", batch=99, heads=(8, 4), q_length=70, kv_length=200, head_dim=64, is_causal=c,
-           lengths=(0, 30, 200) * 33, gpu=True) for c in (0, 1)),
+           lengths=(0, 30, 200) * 33, gpu=True) for c in (0, 1)),  # blocks take many tiles, some without keys
     # few queries and many keys, which kernels share out in unequal parts
     *typed(Case("sentinel-parts", heads=(4, 2), q_length=3, kv_length=2622, mask="b1qk", mask_fill="finfo.min")),
     *(Case(f"sentinel-{f}-float32-{t}", mask="b1qk", mask_fill=f, mask_dtype="float32", dtype=t)
