@@ -1,5 +1,5 @@
-// Small device functions that every tensor-core kernel needs. 16-bit elements travel as packed pairs
-// in 32-bit registers.
+// Small device functions that every tensor-core kernel needs. 16-bit elements travel as packed
+// pairs in 32-bit registers.
 #pragma once
 
 #include <cuda_bf16.h>

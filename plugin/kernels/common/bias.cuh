@@ -1,4 +1,5 @@
-// What a mask and a soft cap do to scores, which are in powers of 2 here (natural ones times log2 e).
+// What a mask and a soft cap do to scores, which are in powers of 2 here (natural ones times log2
+// e).
 #pragma once
 
 #include <cfloat>
