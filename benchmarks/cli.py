@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks import backends as all_backends
 from benchmarks import environment, table, workloads
 from benchmarks.backends.base import Backend
-from benchmarks.measure import Settings, measure
+from benchmarks.measure import DeviceLostError, Settings, measure
 from benchmarks.results import MEASURED, Row, Writer
 from benchmarks.workloads import Workload
 
@@ -88,7 +88,11 @@ def _run(options: argparse.Namespace, device: str, chosen: list[Workload], backe
             )
             break
         part = [b for b in backends if options.backends or workload.sessions or not b.session]
-        done = measure(workload, part, settings, where, ceilings, reasons)
+        try:
+            done = measure(workload, part, settings, where, ceilings, reasons)
+        except DeviceLostError as error:
+            say(f"{workload.name}: {error}. What was measured before is in {options.output}.")
+            break
         writer.write(done)
         rows += done
         say(f"{time.monotonic() - begin:6.1f} s  {i}/{len(chosen)}  {workload.name}: {_brief(done, said)}")

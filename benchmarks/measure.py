@@ -76,11 +76,11 @@ def measure(
     gates: dict[bool, Gate] = {}
     for contender in contenders:
         if not contender.status:
-            _guarded(contender, partial(_prepare, contender, problem, gates, settings))
+            _guarded(contender, partial(_prepare, contender, problem, gates, settings), settings.device)
     clocks = _time([c for c in contenders if not c.status], settings)
     for contender in contenders:
         if not contender.status:  # a race shows in one of the last results, if not in the first
-            _guarded(contender, partial(_check, contender))
+            _guarded(contender, partial(_check, contender), settings.device)
     return _rows(contenders, workload, where, ceilings, clocks)
 
 
@@ -93,8 +93,16 @@ def _release(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def _guarded(contender: Contender, step: Callable[[], None]) -> None:
-    """Runs a step; if it fails, the contender is out, with the reason, and its memory is free."""
+class DeviceLostError(Exception):
+    """A backend left the device in a state in which nothing else can be measured by this process."""
+
+
+def _guarded(contender: Contender, step: Callable[[], None], device: str) -> None:
+    """Runs a step; if it fails, the contender is out, with the reason, and its memory is free.
+
+    Raises:
+        DeviceLostError: if the device went with it.
+    """
     try:
         step()
     except UnsupportedError as error:
@@ -102,10 +110,22 @@ def _guarded(contender: Contender, step: Callable[[], None]) -> None:
     except Exception as error:
         # Peers fail in their own ways; whatever it is stands in the row.
         contender.status = f"{type(error).__name__}: {_first_line(error)}"
+        if device == "cuda":
+            _look_after(contender)
     if contender.status:
         contender.runner = contender.output = None
         contender.call = lambda: None
         contender.times = []
+
+
+def _look_after(contender: Contender) -> None:
+    """An illegal access of one backend would else show as a failure of whichever comes next."""
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+    except Exception as error:
+        raise DeviceLostError(f"{contender.backend.name} lost the device: {contender.status}") from error
 
 
 def _first_line(error: BaseException) -> str:
