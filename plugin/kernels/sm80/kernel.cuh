@@ -288,13 +288,12 @@ __device__ __forceinline__ void walk(const Block<T, C>& block, RowState<C>& stat
   }
 }
 
-// A function of its own, so that its needs do not show in the registers of the other walk, and one
-// for both kinds of problem: it is rare, and takes its time to compile.
-template <class T, class C>
+// A function of its own, so that its needs do not show in the registers of the other walk.
+template <class T, class C, bool kGeneral>
 __device__ __noinline__ void attend_carefully(const Problem& p, const Plan& plan,
                                               unsigned char* memory) {
   RowState<C> state;
-  walk<T, C, true, true>(Block<T, C>(p, plan, memory), state);
+  walk<T, C, kGeneral, true>(Block<T, C>(p, plan, memory), state);
   finish<T, C>(p, plan, Lane(), state, memory);
 }
 
@@ -306,7 +305,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
   walk<T, C, kGeneral, false>(Block<T, C>(p, plan, memory), state);
   const bool may_be_masked = p.mask.data || p.left >= 0 || p.right >= 0;
   if (may_be_masked && __syncthreads_or(holds_nan<C>(state))) {
-    attend_carefully<T, CarefulTiling<C>>(p, plan, memory);
+    attend_carefully<T, CarefulTiling<C>, kGeneral>(p, plan, memory);
   } else {
     finish<T, C>(p, plan, Lane(), state, memory);
   }
