@@ -105,12 +105,12 @@ def _by_route(
 
     reason = transformers_route.candidate(model)
     if reason is None:
-        route = transformers_route.Route(model)
+        route = None
         try:
-            with route:
+            with transformers_route.Route(model) as route:
                 exported, report = convert()
         except Exception as error:  # whatever it was: the export without the route fails for it, too, or does not
-            reason = route.why_not(error)
+            reason = transformers_route.why_not(route, error)
         else:
             reason = _not_all(route, report)
             if not reason:

@@ -78,10 +78,18 @@ class Route:
         self.remarks: dict[str, None] = {}
         self.refusal = ""
         self._configs = _configs(model)
-        self._was_eager = any(config._attn_implementation_internal == "eager" for config in self._configs)
+        self._eager = {id(config) for config in self._configs if config._attn_implementation_internal == "eager"}
         self._before: list[tuple[Any, str, Any]] = []
 
     def __enter__(self) -> Self:
+        try:
+            self._begin()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def _begin(self) -> None:
         functions, masks = _interfaces()
         functions.register(NAME, self.attend)
         masks.register(NAME, self.mask)
@@ -91,7 +99,6 @@ class Route:
         find_packed = masking.find_packed_sequence_indices
         # Positions that the model has counted out itself hold one sequence; transformers looks for more in a trace.
         self._set(masking, "find_packed_sequence_indices", lambda p: None if is_consecutive(p) else find_packed(p))
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -101,17 +108,6 @@ class Route:
             setattr(holder, name, before)
         for interface in _interfaces():
             interface._global_mapping.pop(NAME, None)
-
-    def why_not(self, error: BaseException) -> str:
-        """What made an export through the route fail, in one line."""
-        if self.refusal:
-            return self.refusal
-        while error.__cause__ is not None:
-            error = error.__cause__
-        line = str(error).strip().partition("\n")[0]
-        if "mask_token" in line:
-            return "a mask is read by other code than the attention function"
-        return f"{type(error).__name__}: {line}"
 
     def _set(self, holder: Any, name: str, value: Any) -> None:
         """Sets an attribute until the end."""
@@ -208,12 +204,20 @@ class Route:
             raise self._refuse(f"{layer} has a mask of dtype {attention_mask.dtype}, neither bool nor additive")
         attention_mask = _with_bias(attention_mask, position_bias, key)
         sinks = None if s_aux is None else s_aux.reshape(-1).float()
+        # Eager layers add finfo.min where others leave out: a query that sees no key then gets the mean of V.
+        mean = self._was_eager(module) and sinks is None
+        if mean and attention_mask is not None and query.dtype != torch.float32:
+            self.remarks["queries that see no key get the mean of V, which eager layers in 16 bits give nearly"] = None
         y = torch.ops.flashonnx.attention(
             query, key, value, attention_mask, None, None, lengths, sinks,
-            scale=scaling, softcap=softcap or 0.0, **attributes,
+            scale=scaling, softcap=softcap or 0.0, empty_row="mean" if mean else "zero", **attributes,
         )  # fmt: skip
         self.layers.add(module)
         return y.transpose(1, 2), None
+
+    def _was_eager(self, module: Any) -> bool:
+        config = getattr(module, "config", None)
+        return id(config) in self._eager if config is not None else bool(self._eager)
 
     def _without_mask(self, module: Any, query: Any, key: Any, is_causal: bool | None) -> Meaning:
         """What a missing mask means: to transformers' own sdpa function the layer's word, to eager ones nothing."""
@@ -223,7 +227,7 @@ class Route:
         if not causal:
             return Meaning(Bounds())
         # The former is causal then but for a single query, which sees all keys.
-        if self._was_eager or not known(query.shape[2] == key.shape[2]):
+        if self._was_eager(module) or not known(query.shape[2] == key.shape[2]):
             raise self._refuse(f"{type(module).__name__} is causal but gives no mask")
         return Meaning(Bounds(right=0))
 
@@ -244,6 +248,18 @@ def _with_bias(mask: Any, bias: Any, key: Any) -> Any:
     return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask
 
 
+def why_not(route: Route | None, error: BaseException) -> str:
+    """What made an export through the route fail, in one line; `route` is None where it did not even begin."""
+    if route is not None and route.refusal:
+        return route.refusal
+    while error.__cause__ is not None:
+        error = error.__cause__
+    line = str(error).strip().partition("\n")[0]
+    if "mask_token" in line:
+        return "a mask is read by other code than the attention function"
+    return f"{type(error).__name__}: {line}"
+
+
 def candidate(model: Any) -> str | None:
     """None if `model` holds models of transformers that the route may be tried on; else why not ("": it holds none)."""
     if "transformers" not in sys.modules:
@@ -262,9 +278,22 @@ def candidate(model: Any) -> str | None:
             return f"{type(module).__name__} does not ask transformers for its attention function"
         if _SWITCH.search(_source(type(module))):
             return f"{type(module).__name__} does something else depending on the name of its attention function"
+        if reason := _foreign(module.config._attn_implementation_internal):
+            return f"{type(module).__name__} attends through {reason}"
         if getattr(module.config, "output_attentions", False):
             return f"{type(module).__name__} gives its attention weights; set output_attentions to False"
     return None
+
+
+def _foreign(name: Any) -> str:
+    """What behind the name is not transformers' own attention or mask function; empty if nothing is."""
+    if name not in (None, "eager", "sdpa"):
+        return f"'{name}', whose meaning the route does not know; set attn_implementation to sdpa"
+    for kind, functions in zip(("attention", "mask"), _interfaces(), strict=True):
+        function = functions._global_mapping.get(name or "sdpa")
+        if function is not None and not function.__module__.startswith("transformers."):
+            return f"the {kind} function '{name or 'sdpa'}', which is not transformers' own"
+    return ""
 
 
 def _source(kind: type) -> str:
@@ -277,13 +306,15 @@ def _source(kind: type) -> str:
 
 def _configs(model: Any) -> list[Any]:
     """Every configuration in `model` that says which attention function to take, each once."""
-    from transformers import PreTrainedConfig
+    import transformers
 
+    # Its name up to transformers 4.
+    base = getattr(transformers, "PreTrainedConfig", None) or transformers.PretrainedConfig
     found: dict[int, Any] = {}
     pending = [getattr(module, "config", None) for module in model.modules()]
     while pending:
         config = pending.pop()
-        if isinstance(config, PreTrainedConfig) and id(config) not in found:
+        if isinstance(config, base) and id(config) not in found:
             found[id(config)] = config
             pending += [getattr(config, name, None) for name in config.sub_configs]
     return list(found.values())

@@ -225,6 +225,13 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--most-failures", type=int, default=20, help="stop after so many")
     options = parser.parse_args()
+    for name, number, least in (("count", options.count, 1), ("jobs", options.jobs, 1), ("only", options.only or 0, 0)):
+        if number < least:
+            parser.error(f"--{name} is expected to be {least} or more, got {number}")
+    if options.device.partition(":")[0] not in ("cpu", "cuda"):
+        parser.error(f"--device is expected to be cpu, cuda or cuda:1, got {options.device}")
+    if options.arch and options.device == "cpu":
+        parser.error("--arch is for cuda")
     fuzzer = Fuzzer(options.device, options.seed, options.through, options.arch)
     if options.only is not None:
         print(fuzzer.describe(options.only))

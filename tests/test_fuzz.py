@@ -195,3 +195,18 @@ def test_arrangements_are_what_they_say() -> None:
     assert Place(order=(2, 0, 1, 3), gaps=(5, 0, 3, 1)).strides((2, 3, 4, 7)) == (27, 8, 54, 1)
     assert Place((0, 1), (0, 0), step=2).strides((3, 4)) == (8, 2)
     assert Place((0, 1, 2, 3), (0,) * 4, repeated=1).strides((2, 3, 4, 5)) == (20, 0, 5, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--jobs", "0"), "--jobs is expected to be 1 or more, got 0"),
+        (("--count", "-5"), "--count is expected to be 1 or more, got -5"),
+        (("--device", "tpu"), "--device is expected to be cpu, cuda or cuda:1, got tpu"),
+        (("--arch", "80"), "--arch is for cuda"),
+    ],
+)
+def test_nothing_is_not_a_success(arguments: tuple[str, ...], message: str) -> None:
+    done = _run(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr

@@ -14,6 +14,7 @@ from nodes import DOMAIN, one_node
 from onnx import TensorProto, helper
 from trt_models import attributes_of, two_nodes
 
+FLOAT, BOOL = TensorProto.FLOAT, TensorProto.BOOL
 _BY_ID = {case.id: case for case in cases.ALL}
 
 
@@ -106,6 +107,23 @@ def test_masks_of_subgraphs_and_large_weights_are_known() -> None:
     model.graph.node.append(helper.make_node("If", ["c"], ["r"], then_branch=inner, else_branch=inner))
     for attribute in prepare_for_tensorrt(model).graph.node[0].attribute:
         assert [node.op_type for node in attribute.g.node].count("Cast") == 1
+
+
+def test_one_name_in_two_branches() -> None:
+    """A value may be boolean in one branch and a float in the other: only the former is cast."""
+    q, flag = (helper.make_tensor_value_info(n, t, s) for n, t, s in (("q", FLOAT, [1, 1, 4, 4]), ("c", BOOL, [])))
+    masks = [helper.make_tensor_value_info(n, t, [4, 4]) for n, t in (("b", BOOL), ("f", FLOAT))]
+
+    def branch(mask: str) -> onnx.GraphProto:
+        node = helper.make_node("FlashAttention", ["q", "q", "q", "m"], [f"y_{mask}"], domain="flashonnx")
+        result = helper.make_tensor_value_info(f"y_{mask}", FLOAT, [1, 1, 4, 4])
+        return helper.make_graph([helper.make_node("Identity", [mask], ["m"]), node], mask, [], [result])
+
+    choice = helper.make_node("If", ["c"], ["y"], then_branch=branch("b"), else_branch=branch("f"))
+    graph = helper.make_graph([choice], "g", [q, flag, *masks], [helper.make_tensor_value_info("y", FLOAT, None)])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20), helper.make_opsetid("flashonnx", 1)])
+    branches = {a.g.name: [n.op_type for n in a.g.node] for a in prepare_for_tensorrt(model).graph.node[0].attribute}
+    assert branches == {"b": ["Identity", "Cast", "FlashAttention"], "f": ["Identity", "FlashAttention"]}
 
 
 def test_form_of_onnxruntimes_provider() -> None:

@@ -186,6 +186,8 @@ def test_bad_requests() -> None:
         flashonnx.verify(plain(), fused(), {"Q": np.ones((1, 4, 5, DIM), np.float32)})
     with pytest.raises(ValueError, match="cannot be given together"):
         flashonnx.verify(plain(), fused(), {}, dims={"batch": 1})
+    with pytest.raises(ValueError, match="all outputs are empty in every case"):
+        flashonnx.verify(plain(), fused(), dims={"sequence": 0})
     with pytest.raises(TypeError, match="got int"):
         flashonnx.verify(3, fused())
     with pytest.raises(FileNotFoundError):

@@ -16,6 +16,11 @@ const char* refusal(const Params& params) {
   if (params.mask.dtype != FLASHONNX_NONE && params.mask.stride[2] != 0 && params.q_length > 1) {
     return "reads no mask that depends on the query";
   }
+  // Counted in 32 bits, with the blocks of a round added.
+  constexpr int64_t kMostTiles = int64_t{1} << 30;
+  if ((params.q_length + 63) / 64 >
+      kMostTiles / std::max<int64_t>(params.batch * params.q_heads, 1))
+    return "deals out up to 2^30 tiles of queries";
   return sm80::refusal(params);
 }
 
@@ -23,8 +28,8 @@ flashonnx_status launch(const Params& params, void* workspace, void* stream) {
   const auto aligned = [](const flashonnx_tensor& tensor) {
     return reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0;
   };
-  // Selection does not look at data pointers.
-  if (!aligned(params.q) || !aligned(params.k) || !aligned(params.v))
+  // Selection does not look at data pointers, and without keys there may be none.
+  if (!aligned(params.q) || !aligned(params.k) || !aligned(params.v) || params.kv_length == 0)
     return sm80::launch(params, workspace, stream);
   const int64_t dim = std::max(params.head_dim, params.value_dim);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);

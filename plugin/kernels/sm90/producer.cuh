@@ -108,6 +108,7 @@ __device__ __forceinline__ void produce_biases(const Problem& p, const Plan& pla
         }
       }
       biased = __any_sync(0xffffffffu, biased);
+      __syncwarp();  // all lanes' biases are there before the arrival says so
       if (lane == 0) {
         *shared.biased(ring.stage) = biased;
         barrier_arrive(shared.k_full(ring.stage));

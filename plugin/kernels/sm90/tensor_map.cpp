@@ -19,8 +19,13 @@ flashonnx_status encoder(Encode* encode) {
       cudaError_t error;
     } result;
     cudaDriverEntryPointQueryResult query;
+#if CUDART_VERSION >= 12050
     result.error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &result.function,
                                                     12000, cudaEnableDefault, &query);
+#else
+    result.error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &result.function,
+                                           cudaEnableDefault, &query);
+#endif
     return result;
   }();
   *encode = reinterpret_cast<Encode>(found.function);

@@ -48,9 +48,9 @@ def prepare_for_tensorrt(
     kept = [function for function in prepared.functions if function.domain != DOMAIN]
     del prepared.functions[:]
     prepared.functions.extend(kept)
-    booleans = _boolean_values(prepared)
+    scopes = _boolean_values(prepared)
     taken = {value for nodes in _node_lists(prepared) for node in nodes for value in (*node.input, *node.output)}
-    for nodes in _node_lists(prepared):
+    for nodes, booleans in scopes:
         _prepare_nodes(nodes, booleans, taken)
     if onnxruntime:
         _move_to_provider_domain(prepared)
@@ -78,17 +78,26 @@ def _move_to_provider_domain(model: onnx.ModelProto) -> None:
 
 def _node_lists(model: onnx.ModelProto) -> Iterator[MutableSequence[onnx.NodeProto]]:
     """The nodes of the graph, of the functions and of every graph inside a node."""
-    pending = [model.graph.node, *(function.node for function in model.functions)]
-    while pending:
-        nodes = pending.pop()
-        yield nodes
-        for node in nodes:
-            for attribute in node.attribute:
-                pending.extend(graph.node for graph in [attribute.g, *attribute.graphs] if graph.node)
+    for nodes in (model.graph.node, *(function.node for function in model.functions)):
+        yield from _lists_in(nodes)
 
 
-def _boolean_values(model: onnx.ModelProto) -> set[str]:
-    """Names of boolean values, as far as they can be known."""
+def _lists_in(nodes: MutableSequence[onnx.NodeProto]) -> Iterator[MutableSequence[onnx.NodeProto]]:
+    yield nodes
+    for node in nodes:
+        for graph in _inner_graphs(node):
+            yield from _lists_in(graph.node)
+
+
+def _inner_graphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def _boolean_values(model: onnx.ModelProto) -> list[tuple[MutableSequence[onnx.NodeProto], set[str]]]:
+    """Each list of nodes, and the names that are boolean values there, as far as they can be known."""
     import onnx
 
     from flashonnx.export.schema import register_schema
@@ -99,23 +108,30 @@ def _boolean_values(model: onnx.ModelProto) -> set[str]:
         inferred = onnx.shape_inference.infer_shapes(light)
     except Exception:  # a model at odds with itself, which TensorRT will say better: take what is declared
         inferred = light
+    weights = {tensor.name for tensor in model.graph.initializer if tensor.data_type == onnx.TensorProto.BOOL}
+    scopes = list(_scopes(model.graph, inferred.graph, weights))
+    for function in model.functions:  # whose values have types only where it is called
+        scopes += [(nodes, set()) for nodes in _lists_in(function.node)]
+    return scopes
+
+
+def _scopes(
+    graph: onnx.GraphProto, typed: onnx.GraphProto, outer: set[str]
+) -> Iterator[tuple[MutableSequence[onnx.NodeProto], set[str]]]:
+    """The graph and every graph inside its nodes; `typed` is the same with types, `outer` are names from around it.
+
+    Graphs beside one another may use a name for different things.
+    """
+    import onnx
+
     boolean = onnx.TensorProto.BOOL
-    names = {tensor.name for tensor in model.graph.initializer if tensor.data_type == boolean}
-    for graph in _graphs(inferred.graph):
-        for value in [*graph.input, *graph.value_info, *graph.output]:
-            if value.type.tensor_type.elem_type == boolean:
-                names.add(value.name)
-        names |= {tensor.name for tensor in graph.initializer if tensor.data_type == boolean}
-    return names
-
-
-def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """The graph and every graph inside its nodes."""
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            for inner in [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]:
-                yield from _graphs(inner)
+    types = {value.name: value.type.tensor_type.elem_type for value in (*typed.input, *typed.value_info, *typed.output)}
+    types |= {tensor.name: tensor.data_type for tensor in typed.initializer}
+    names = outer - types.keys() | {name for name, type_ in types.items() if type_ == boolean}
+    yield graph.node, names
+    for node, twin in zip(graph.node, typed.node, strict=True):
+        for inner, typed_inner in zip(_inner_graphs(node), _inner_graphs(twin), strict=True):
+            yield from _scopes(inner, typed_inner, names)
 
 
 def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashonnx._capi import CPU, CUDA, Device, Library, attention_params
 from flashonnx._library import library_path
-from flashonnx.torch._shapes import Problem, describe
+from flashonnx.torch._shapes import Problem, check_numbers, describe
 
 _ARGUMENTS = (
     "Tensor query, Tensor? key=None, Tensor? value=None, Tensor? attn_mask=None, Tensor? past_key=None, "
@@ -65,10 +65,7 @@ def _prepare(
     qkv_layout: str = "separate",
 ) -> tuple[Problem, dict[str, Any]]:
     """The problem, and the options of `attention_params` that are not tensors."""
-    if empty_row not in ("zero", "mean"):
-        raise ValueError(
-            f'FlashAttention: attribute \'empty_row\' is expected to be "zero" or "mean", got "{empty_row}"'
-        )
+    check_numbers(softcap, left_window_size, right_window_size, empty_row, sinks is not None)
     problem = describe(
         query, key, value, attn_mask, past_key, past_value, nonpad_kv_seqlen, sinks,
         q_num_heads=q_num_heads, kv_num_heads=kv_num_heads, scale=scale, qkv_layout=qkv_layout,

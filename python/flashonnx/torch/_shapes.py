@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from typing import Any
 
@@ -84,7 +85,7 @@ def describe(
             f"FlashAttention: attribute 'qkv_layout' is expected to be one of separate, {', '.join(_PACKED)}, "
             f'got "{qkv_layout}"'
         )
-    if scale is not None and not 0 < scale < float("inf"):
+    if scale is not None and not 0 < _float32(scale) < float("inf"):
         raise ValueError(f"FlashAttention: attribute 'scale' is expected to be positive and finite, got {scale:g}")
     inputs = {"Q": query, "K": key, "V": value, "attn_mask": attn_mask, "past_key": past_key}
     inputs |= {"past_value": past_value, "nonpad_kv_seqlen": nonpad_kv_seqlen, "sinks": sinks}
@@ -109,6 +110,32 @@ def describe(
     _check_vector("nonpad_kv_seqlen", nonpad_kv_seqlen, q.shape[0], "the batch size")
     _check_vector("sinks", sinks, q.shape[1], "the query heads")
     return problem
+
+
+def check_numbers(softcap: float, left: int, right: int, empty_row: str, sinks: bool) -> None:
+    """Refuses what the operator refuses of its attributes' values.
+
+    Raises:
+        ValueError: naming the attribute.
+    """
+    refused = None
+    if not 0 <= softcap < float("inf") or (softcap > 0 and _float32(softcap) == 0):
+        refused = "softcap", "0 (none) or positive and finite", f"{softcap:g}"
+    for name, size in (("left_window_size", left), ("right_window_size", right)):
+        if size < -1:
+            refused = name, "-1 or more", str(size)
+    if empty_row not in ("zero", "mean"):
+        refused = "empty_row", '"zero" or "mean"', f'"{empty_row}"'
+    if empty_row == "mean" and sinks:
+        raise ValueError("FlashAttention: attribute 'empty_row' \"mean\" cannot be combined with 'sinks'")
+    if refused:
+        name, expected, got = refused
+        raise ValueError(f"FlashAttention: attribute '{name}' is expected to be {expected}, got {got}")
+
+
+def _float32(x: float) -> float:
+    """As the operator takes a number: what rounds to 0 would mean that it is not given."""
+    return ctypes.c_float(x).value
 
 
 def _refuse(name: str, expected: str, got: Any) -> None:
