@@ -88,7 +88,12 @@ def export_onnx(
 
     def convert() -> tuple[ir.Model, Report]:
         with _quiet(), _plain_modules(), torch.no_grad():
-            program = torch.onnx.export(model, args, **kw)
+            try:
+                program = torch.onnx.export(model, args, **kw)
+            except Exception as error:
+                if "transformers.cache_utils" in str(error):
+                    error.add_note("The model returns its cache: set model.config.use_cache = False before the export.")
+                raise
         return program.model, _fuse(program.model, portable)
 
     converted, notes = _by_route(model, convert)

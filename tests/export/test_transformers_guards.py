@@ -96,3 +96,13 @@ def test_a_route_that_cannot_begin_leaves_everything(monkeypatch: pytest.MonkeyP
     assert model.config._attn_implementation == "sdpa"
     for interface in transformers_route._interfaces():
         assert transformers_route.NAME not in interface._global_mapping
+
+
+def test_a_cache_among_the_outputs_is_explained(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    model = transformers.LlamaModel(config).eval()
+    with pytest.raises(Exception, match="cache") as caught:
+        flashonnx.export_onnx(model, (torch.ones(1, 4, dtype=torch.int64),), tmp_path / "model.onnx")
+    assert any("model.config.use_cache = False" in note for note in caught.value.__notes__)

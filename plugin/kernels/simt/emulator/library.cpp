@@ -2,8 +2,8 @@
 // one call at a time, so that the tests of the seam exercise them on machines without a GPU:
 //
 //   g++ -std=c++20 -O1 -fPIC -shared -I plugin/kernels/simt/emulator -I plugin -I plugin/include \
-//       -isystem $CUDA/include -DFLASHONNX_VERSION='"emulated"'
-//       plugin/kernels/{attention,validate}.cpp \ plugin/kernels/common/problem.cpp
+//       -isystem $CUDA/include -DFLASHONNX_VERSION='"emulated"' \
+//       plugin/kernels/{attention,validate}.cpp plugin/kernels/common/problem.cpp \
 //       plugin/kernels/simt/emulator/library.cpp -o libflashonnx_emulated.so
 //   FLASHONNX_LIBRARY=libflashonnx_emulated.so pytest tests/test_kernels.py -k "cpu and not many"
 //
