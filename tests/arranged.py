@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from cases import Case, numpy_dtype
 from compare import EPSILON
-from flashonnx._capi import DTYPES, Library, Params, Tensor, attention_params
+from flashonnx._capi import DTYPES, Library, Params, Tensor
 from flashonnx.reference import Array, split
-from seam import Buffer, address, check_outputs, current_stream, query_device
+from seam import Buffer, address, check_outputs, current_stream, describe
 
 _PAST = {"past_key": "K", "past_value": "V"}
 SPACING = 256  # bytes, at least, between tensors, and what they are aligned to
@@ -183,25 +183,7 @@ class Arranged:
                 whole = self.block.regions[past].rows(0, case.keys)
                 views[new] = whole.view(self.host.view)
                 del views[past]
-        params = attention_params(
-            self.library,
-            query_device(self.library, self.device),
-            *(views[name] for name in ("Q", "K", "V", "Y")),
-            lse=views.get("lse"),
-            mask=views.get("attn_mask"),
-            past_k=views.get("past_key"),
-            past_v=views.get("past_value"),
-            present_k=views.get("present_key"),
-            present_v=views.get("present_value"),
-            key_lengths=views.get("nonpad_kv_seqlen"),
-            sinks=views.get("sinks"),
-            is_causal=bool(case.is_causal),
-            scale=case.scale,
-            softcap=case.softcap,
-            window_left=case.left,
-            window_right=case.right,
-            empty_row=case.empty_row,
-        )
+        params = describe(self.library, self.device, case, views, *(views[name] for name in ("Q", "K", "V", "Y")))
         params.fixed_split = self.arrangement.fixed_split
         if self.arrangement.joined:
             params.causal_offset = case.past

@@ -94,28 +94,8 @@ class Problem:
         view = {name: buffer.view for name, buffer in (self.inputs | self.outputs).items()}
         layout = case.attributes["qkv_layout"]
         q, k, v = split(view["Q"], view.get("K"), view.get("V"), *case.heads, layout)
-        self.params: Params = attention_params(
-            library,
-            query_device(library, device),
-            q,
-            k,
-            v,
-            case.heads_view(view["Y"]),
-            lse=view.get("lse"),
-            mask=view.get("attn_mask"),
-            past_k=view.get("past_key"),
-            past_v=view.get("past_value"),
-            present_k=view.get("present_key"),
-            present_v=view.get("present_value"),
-            key_lengths=view.get("nonpad_kv_seqlen"),
-            sinks=view.get("sinks"),
-            is_causal=bool(case.is_causal),
-            scale=case.scale,
-            softcap=case.softcap,
-            window_left=case.left,
-            window_right=case.right,
-            empty_row=case.empty_row,
-            parallel_for=parallel_for,
+        self.params = describe(
+            library, device, case, view, q, k, v, case.heads_view(view["Y"]), parallel_for=parallel_for
         )
 
     def launch(self) -> None:
@@ -152,6 +132,30 @@ def check_outputs(case: Case, inputs: dict[str, Array], outputs: dict[str, Array
         else:
             assert out.dtype == expected[name].dtype
             assert out.tobytes() == np.ascontiguousarray(expected[name]).tobytes(), f"{name} is not past and new keys"
+
+
+def describe(library: Library, device: str, case: Case, views: dict[str, Any], *qkvy: Any, **more: Any) -> Params:
+    """The seam's description of a case: of its other tensors by name, and of Q, K, V and Y as (B, H, S, D)."""
+    return attention_params(
+        library,
+        query_device(library, device),
+        *qkvy,
+        lse=views.get("lse"),
+        mask=views.get("attn_mask"),
+        past_k=views.get("past_key"),
+        past_v=views.get("past_value"),
+        present_k=views.get("present_key"),
+        present_v=views.get("present_value"),
+        key_lengths=views.get("nonpad_kv_seqlen"),
+        sinks=views.get("sinks"),
+        is_causal=bool(case.is_causal),
+        scale=case.scale,
+        softcap=case.softcap,
+        window_left=case.left,
+        window_right=case.right,
+        empty_row=case.empty_row,
+        **more,
+    )
 
 
 def query_device(library: Library, device: str) -> Device:
