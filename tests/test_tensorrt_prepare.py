@@ -7,6 +7,7 @@ from typing import Any
 
 import cases
 import onnx
+import onnx_ir
 import pytest
 from cases import Case
 from flashonnx.tensorrt import prepare_for_tensorrt
@@ -73,6 +74,48 @@ def test_portable_functions_go_and_others_stay() -> None:
     prepared = prepare_for_tensorrt(model)
     assert [function.name for function in prepared.functions] == ["Same"]
     assert prepared.graph.node[0].overload == ""
+
+
+def _calls_of_functions(function_opset: int = 21) -> onnx.ModelProto:
+    """Outer(q, mask) calls Inner, which attends; it is called with a boolean and with a float mask. Same is neither."""
+    opsets = [helper.make_opsetid("", function_opset), helper.make_opsetid(DOMAIN, 1), helper.make_opsetid("mine", 1)]
+    pass_on = helper.make_node("Identity", ["m"], ["passed"])
+    attend = helper.make_node("FlashAttention", ["q", "q", "q", "passed"], ["y"], domain=DOMAIN)
+    plain = helper.make_node("FlashAttention", ["x", "x", "x"], ["r"], domain=DOMAIN)
+    functions = [
+        helper.make_function("mine", "Outer", ["q", "m"], ["y"],
+                             [helper.make_node("Inner", ["q", "m"], ["y"], domain="mine")], opsets),
+        helper.make_function("mine", "Inner", ["q", "m"], ["y"], [pass_on, attend], opsets),
+        helper.make_function("mine", "Same", ["x"], ["r"], [plain], opsets),
+    ]  # fmt: skip
+    calls = [helper.make_node("Outer", ["q", f"m{i}"], [f"y{i}"], domain="mine") for i in (0, 1)]
+    calls.append(helper.make_node("Same", ["q"], ["z"], domain="mine"))
+    q, z, *ys = (helper.make_tensor_value_info(n, FLOAT, ["B", 2, 4, 4]) for n in ("q", "z", "y0", "y1"))
+    masks = [helper.make_tensor_value_info(n, t, [4, 4]) for n, t in (("m0", BOOL), ("m1", FLOAT))]
+    graph = helper.make_graph(calls, "calls", [q, *masks], [*ys, z])
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("mine", 1)]
+    return helper.make_model(graph, opset_imports=opsets, functions=functions, ir_version=10)
+
+
+def test_masks_of_functions_are_cast_where_they_are_boolean() -> None:
+    """The type of a function's mask is that of the caller's, so such functions become part of the graph."""
+    model = _calls_of_functions()
+    before = onnx.ModelProto()
+    before.CopyFrom(model)
+    prepared = prepare_for_tensorrt(model)
+    assert model == before
+    assert [function.name for function in prepared.functions] == ["Same"]
+    onnx.checker.check_model(prepare_for_tensorrt(model, onnxruntime=True))
+    first, second = (node for node in prepared.graph.node if node.op_type == "FlashAttention")
+    makers = {output: node for node in prepared.graph.node for output in node.output}
+    assert (makers[first.input[3]].op_type, makers[second.input[3]].op_type) == ("Cast", "Identity")
+    assert [*first.output, *second.output] == ["y0", "y1"]
+    assert attributes_of(prepared.functions[0].node[0])["inputs"] == "Q,K,V"
+
+
+def test_functions_of_another_opset_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"holds FlashAttention with a mask cannot be inlined: .*version 20"):
+        prepare_for_tensorrt(_calls_of_functions(function_opset=20))
 
 
 def test_nodes_inside_subgraphs_are_prepared() -> None:
@@ -160,3 +203,33 @@ def test_prepares_a_file(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     onnx.save(two_nodes(), path)
     assert prepare_for_tensorrt(path) == prepare_for_tensorrt(two_nodes())
+    assert prepare_for_tensorrt(onnx_ir.from_proto(two_nodes())).graph.node[2].op_type == "Cast"
+
+
+def test_reads_weights_in_other_files(tmp_path: Path) -> None:
+    model = two_nodes()
+    weight = helper.make_tensor("w", FLOAT, (3, 100), bytes(range(240)) * 5, raw=True)
+    model.graph.initializer.append(weight)
+    path = tmp_path / "model.onnx"
+    onnx.save_model(model, path, save_as_external_data=True, location="weights", size_threshold=0)
+    onnx_ir_model = onnx_ir.load(path)
+    for prepared in (prepare_for_tensorrt(path), prepare_for_tensorrt(onnx_ir_model)):
+        assert prepared.graph.initializer[0].raw_data == weight.raw_data
+    (tmp_path / "weights").unlink()
+    with pytest.raises(FileNotFoundError, match="weights"):
+        prepare_for_tensorrt(path)
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    with pytest.raises(FileNotFoundError, match=r"no ONNX model at '.*model\.onnx'"):
+        prepare_for_tensorrt(path)
+    whole = two_nodes().SerializeToString()
+    for content in (b"", b"not a model at all", whole[: len(whole) // 2], whole[:-3]):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"'.*model\.onnx' is not an ONNX model"):
+            prepare_for_tensorrt(path)
+    with pytest.raises(ValueError, match="the model is not an ONNX model"):
+        prepare_for_tensorrt(onnx.ModelProto())
+    with pytest.raises(TypeError, match=r"expected a path, .* got bytes"):
+        prepare_for_tensorrt(whole)  # type: ignore[arg-type]

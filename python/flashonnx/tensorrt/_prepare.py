@@ -11,6 +11,7 @@ from flashonnx.tensorrt._register import PLUGIN
 
 if TYPE_CHECKING:
     import onnx
+    import onnx_ir as ir
 
 _INT32_MAX = 2**31 - 1
 _PROVIDER_DOMAIN = "trt.plugins"
@@ -18,36 +19,35 @@ _LARGE = 1024  # bytes; larger weights say nothing about types
 
 
 def prepare_for_tensorrt(
-    model: onnx.ModelProto | str | os.PathLike[str], *, onnxruntime: bool = False
+    model: onnx.ModelProto | ir.Model | str | os.PathLike[str], *, onnxruntime: bool = False
 ) -> onnx.ModelProto:
     """A copy of the model in which TensorRT imports each FlashAttention as the plugin.
 
     The portable function bodies go (TensorRT would take them instead of the plugin). Absent optional inputs and
     outputs, which its parser refuses, are left out, and the attributes `inputs` and `outputs` name those that are
-    present. Boolean masks are cast to int32: plugins have no boolean tensors. Attributes are written in full, which
-    saves a warning of the parser for each. What is prepared already stays as it is. The result is for TensorRT only.
+    present. Boolean masks are cast to int32: plugins have no boolean tensors. Other functions of the model that hold an
+    attention with a mask are inlined, as a mask's type is known only where they are called. Attributes are written in
+    full, which saves a warning of the parser for each. What is prepared already stays as it is. The result is for
+    TensorRT only.
 
     Args:
-        model: a model, or the path of one.
+        model: a model, or the path of one, whose weights in other files are read too.
         onnxruntime: for ONNX Runtime's TensorRT execution provider, which knows plugins as operators of the domain
             trt.plugins (and needs `trt_extra_plugin_lib_paths` set to `autoload_path()`).
 
     Raises:
-        ValueError: an attribute that does not fit into the 32 bits TensorRT has for it, or that the operator does not
-            have. (A window wider than that bounds nothing and becomes the widest.)
+        FileNotFoundError: no such file, or one that its weights should be in.
+        ValueError: not an ONNX model; an attribute that does not fit into the 32 bits TensorRT has for it, or that the
+            operator does not have (a window wider than that bounds nothing and becomes the widest); a function that
+            cannot be inlined.
     """
-    import onnx
-
     from flashonnx.export.schema import DOMAIN
 
-    if isinstance(model, onnx.ModelProto):
-        prepared = onnx.ModelProto()
-        prepared.CopyFrom(model)
-    else:
-        prepared = onnx.load(model)
+    prepared = _load(model)
     kept = [function for function in prepared.functions if function.domain != DOMAIN]
     del prepared.functions[:]
     prepared.functions.extend(kept)
+    prepared = _inline(prepared)
     scopes = _boolean_values(prepared)
     taken = {value for nodes in _node_lists(prepared) for node in nodes for value in (*node.input, *node.output)}
     for nodes, booleans in scopes:
@@ -55,6 +55,54 @@ def prepare_for_tensorrt(
     if onnxruntime:
         _move_to_provider_domain(prepared)
     return prepared
+
+
+def _load(model: onnx.ModelProto | ir.Model | str | os.PathLike[str]) -> onnx.ModelProto:
+    """A copy with every weight in it."""
+    import onnx
+    import onnx_ir as ir
+
+    from flashonnx.export import files
+
+    source = files.load(model)
+    if isinstance(source.original, ir.Model):
+        return ir.to_proto(ir.external_data.load_to_model(source.model))
+    if source.path is not None:
+        onnx.load_external_data_for_model(source.original, str(source.path.parent))
+        return source.original
+    copy = onnx.ModelProto()
+    copy.CopyFrom(source.original)
+    return copy
+
+
+def _inline(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model without the functions that hold an attention with a mask, themselves or through others."""
+    import onnx_ir as ir
+    import onnx_ir.passes.common
+
+    from flashonnx.export.schema import DOMAIN, INPUTS, OP_TYPE
+
+    mask = INPUTS.index("attn_mask")
+    nodes = {
+        (function.domain, function.name, function.overload): [n for part in _lists_in(function.node) for n in part]
+        for function in model.functions
+    }
+    inlined: set[tuple[str, str, str]] = set()
+    while found := {
+        identifier
+        for identifier in nodes.keys() - inlined
+        for node in nodes[identifier]
+        if (node.domain, node.op_type, node.overload) in inlined
+        or ((node.domain, node.op_type) == (DOMAIN, OP_TYPE) and len(node.input) > mask and node.input[mask])
+    }:
+        inlined |= found
+    if not inlined:
+        return model
+    try:
+        made = onnx_ir.passes.common.InlinePass(lambda function: function.identifier() in inlined)(ir.from_proto(model))
+    except ValueError as error:
+        raise ValueError(f"a function that holds FlashAttention with a mask cannot be inlined: {error}") from error
+    return ir.to_proto(made.model)
 
 
 def _move_to_provider_domain(model: onnx.ModelProto) -> None:
@@ -110,7 +158,7 @@ def _boolean_values(model: onnx.ModelProto) -> list[tuple[MutableSequence[onnx.N
         inferred = light
     weights = {tensor.name for tensor in model.graph.initializer if tensor.data_type == onnx.TensorProto.BOOL}
     scopes = list(_scopes(model.graph, inferred.graph, weights))
-    for function in model.functions:  # whose values have types only where it is called
+    for function in model.functions:  # no mask is in them: see _inline
         scopes += [(nodes, set()) for nodes in _lists_in(function.node)]
     return scopes
 
