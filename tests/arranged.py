@@ -56,6 +56,8 @@ class Region:
     def view(self, block: Array, dtype: Any = None) -> Array:
         """The tensor in a block of bytes."""
         strides = tuple(stride * self.dtype.itemsize for stride in self.strides)
+        if 0 in self.shape:  # NumPy takes its strides for steps all the same, which may leave the block
+            return np.lib.stride_tricks.as_strided(np.empty(0, dtype or self.dtype), self.shape, strides)
         return np.ndarray(self.shape, dtype or self.dtype, block, self.begin, strides)  # type: ignore[arg-type]
 
     def rows(self, first: int, count: int) -> Region:
