@@ -20,10 +20,12 @@ from cases import Case
 from flashonnx.tensorrt import prepare_for_tensorrt
 from nodes import asked_for, one_node
 from onnx import TensorProto, helper
-from trt_models import TRANSFORMERS, attributes_of, transformer, two_nodes
+from trt_host import larger
+from trt_models import TRANSFORMERS, attributes_of, calls_of_functions, transformer, two_nodes
 
 _DRIVER = Path(__file__).with_name("trt_driver.py")
 _BY_ID = {case.id: case for case in cases.ALL}
+_CAPABILITIES = ["8.0", "8.9", "12.0"]
 _TYPES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16"}
 
 pytestmark = [
@@ -106,7 +108,7 @@ def test_devices_and_the_library_inside(tmp_path: Path, environment: dict[str, s
     """An engine for several GPUs and profiles, not prepared; with the library in it, it is larger by that."""
     path = save(two_nodes(), tmp_path)
     narrow = {name: [shapes[0], shapes[0], shapes[1]] for name, shapes in PROFILE.items()}
-    engine = {"profiles": [narrow, PROFILE], "compute_capabilities": ["8.0", "8.9", "12.0"]}
+    engine = {"profiles": [narrow, PROFILE], "compute_capabilities": _CAPABILITIES, "progress": True}
     symbol = ["flashonnx_tensorrt_register"]
     jobs = [
         {"model": path, "engine": engine | {"embed_plugin": inside}, "remember": symbol} for inside in (False, True)
@@ -125,24 +127,50 @@ def test_provider_form_is_parsed(tmp_path: Path, environment: dict[str, str]) ->
     assert result["layers"].count("PLUGIN_V3") == 2, result["log"]
 
 
+def test_functions_are_parsed(tmp_path: Path, environment: dict[str, str]) -> None:
+    """Those with masks as part of the graph, one without as the function it is."""
+    (result,) = drive(environment, [{"model": save(prepare_for_tensorrt(calls_of_functions()), tmp_path)}])
+    assert result["layers"].count("PLUGIN_V3") == 3, result["log"]
+
+
 _BUILT = ("everything", "layout-3hd-float16", "layout-time_major-float32", "layout-gqa-8-2", "past-bhsd-64",
-          "lengths-bfloat16", "mask-float32-float16", "mask-k-bool", "empty-row-0-mean", "no-keys-bshd")  # fmt: skip
+          "lengths-bfloat16", "mask-float32-float16", "mask-k-bool", "empty-row-0-mean", "no-keys-bshd",
+          "no-batch-bhsd")  # fmt: skip
 
 
-@pytest.mark.parametrize("ids", [_BUILT, pytest.param(tuple(_BY_ID), marks=pytest.mark.slow)], ids=["some", "all"])
-def test_engines_of_cases(tmp_path: Path, environment: dict[str, str], ids: tuple[str, ...]) -> None:
-    """Every kind of input and output goes through the builder, static shapes included."""
+_FORMS = ("static", "dynamic", "library inside")
+
+
+@pytest.mark.parametrize(
+    ("form", "ids"),
+    [
+        *(pytest.param(form, _BUILT, id=f"some-{form}") for form in ("static", "library inside")),
+        *(pytest.param(form, tuple(_BY_ID), id=f"all-{form}", marks=pytest.mark.slow) for form in _FORMS),
+    ],
+)
+def test_engines_of_cases(tmp_path: Path, environment: dict[str, str], form: str, ids: tuple[str, ...]) -> None:
+    """Every kind of input and output goes through the builder for several GPUs.
+
+    But for "static" every size is open, and the profile's bounds are the case's shapes and larger ones.
+    """
     jobs = []
     chosen = [_BY_ID[i] for i in ids if not _BY_ID[i].gpu]
     for i, case in enumerate(chosen):
-        model = prepare_for_tensorrt(one_node(case, case.inputs()))
+        least, most = case.inputs(), larger(case).inputs()
+        model = prepare_for_tensorrt(one_node(case, least, dynamic=form != "static"))
         (node,) = (node for node in model.graph.node if node.op_type == "FlashAttention")
-        remember = [attributes_of(node)["inputs"]]
-        engine = {"compute_capabilities": ["8.0"]}
+        remember = [
+            attributes_of(node)["inputs"],
+            *(["flashonnx_tensorrt_register"] if form == "library inside" else []),
+        ]
+        engine: dict[str, Any] = {"compute_capabilities": _CAPABILITIES, "embed_plugin": form == "library inside"}
+        if form != "static":
+            bounds = zip(model.graph.input, least.values(), most.values(), strict=True)
+            engine["profiles"] = {value.name: [a.shape, a.shape, b.shape] for value, a, b in bounds}
         jobs.append({"model": save(model, tmp_path, str(i)), "engine": engine, "remember": remember})
-    for case, result in zip(chosen, drive(environment, jobs), strict=True):
+    for case, job, result in zip(chosen, jobs, drive(environment, jobs), strict=True):
         assert "error" not in result, (case.id, result)
-        assert result["remembered"], case.id
+        assert result["remembered"] == job["remember"], case.id
 
 
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -164,7 +192,7 @@ def test_transformers(tmp_path: Path, environment: dict[str, str], name: str, dt
         ]
         for value in model.graph.input
     }
-    engine = {"profiles": profile, "compute_capabilities": ["8.0", "8.9", "12.0"]}
+    engine = {"profiles": profile, "compute_capabilities": _CAPABILITIES}
     prepared, fused = (save(m, tmp_path, n) for n, m in (("prepared", prepare_for_tensorrt(model)), ("fused", model)))
     jobs = [{"model": prepared}, *({"model": fused, "engine": engine | {"embed_plugin": e}} for e in (False, True))]
     parsed, without, within = drive(environment, jobs)
@@ -210,6 +238,7 @@ _UNPARSED = {
     "type": (lambda: _with_type(k=TensorProto.FLOAT), "input 'K' is expected to have type Q's type"),
     "rank": (lambda: _of_shape(v=(2, 2, 64, 64)), "input 'V' is expected to have 3 dimensions, got 4"),
     "not prepared": (_without_preparation, "flashonnx.tensorrt.prepare_for_tensorrt writes them"),
+    "a boolean mask not prepared": (two_nodes, "flashonnx.tensorrt.prepare_for_tensorrt writes them"),
 }  # fmt: skip
 
 
@@ -227,7 +256,15 @@ def test_bad_nodes_are_parser_errors(tmp_path: Path, environment: dict[str, str]
 _UNBUILT: dict[str, tuple[Any, dict[str, Any], str]] = {
     "head size": (lambda: _wide(), {}, "EngineError: .*FlashAttention: .*head dimensions up to .* got 4096"),
     "layout": (lambda: two_nodes(qkv_layout="hd3"), {"profiles": PROFILE}, "EngineError: .*'qkv_layout' is expected"),
+    "attribute": (lambda: two_nodes(is_causal=2), {"profiles": PROFILE}, "EngineError: .*'is_causal' is expected"),
+    "precision": (lambda: two_nodes(softmax_precision=11), {"profiles": PROFILE}, "EngineError: .*got 11 .double."),
     "type": (lambda: _with_type(k=TensorProto.FLOAT), {"profiles": PROFILE}, "EngineError: .*'K' is expected to have"),
+    "type of all": (
+        lambda: _with_type(q=TensorProto.INT32), {"profiles": PROFILE}, "EngineError: .*'Q' is expected to have"
+    ),
+    "type of a mask": (
+        lambda: two_nodes(mask_type=TensorProto.INT64), {"profiles": PROFILE}, "EngineError: .*'attn_mask' is expected"
+    ),
     "not ours": (
         lambda: _of_shape(v=(2, 2, 64, 64), k=(3, 3)), {"profiles": {"q": PROFILE["q"]}}, "'mask' has the dynamic shape"
     ),
@@ -254,6 +291,9 @@ def test_build_engine_says_why_not(tmp_path: Path, environment: dict[str, str]) 
     for (name, (_, _, reason)), result in zip(_UNBUILT.items(), drive(environment, jobs), strict=True):
         assert "error" in result, name
         assert re.search(reason, result["error"], re.DOTALL), (name, result)
+        if "FlashAttention: " in result["error"]:  # the plugin's own words stand in TensorRT's log too
+            said = result["error"].partition("FlashAttention: ")[2]
+            assert any(said in line for line in result["log"]), (name, result)
 
 
 _REGISTER = """

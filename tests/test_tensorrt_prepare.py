@@ -13,7 +13,7 @@ from cases import Case
 from flashonnx.tensorrt import prepare_for_tensorrt
 from nodes import DOMAIN, one_node
 from onnx import TensorProto, helper
-from trt_models import attributes_of, two_nodes
+from trt_models import attributes_of, calls_of_functions, two_nodes
 
 FLOAT, BOOL = TensorProto.FLOAT, TensorProto.BOOL
 _BY_ID = {case.id: case for case in cases.ALL}
@@ -76,30 +76,9 @@ def test_portable_functions_go_and_others_stay() -> None:
     assert prepared.graph.node[0].overload == ""
 
 
-def _calls_of_functions(function_opset: int = 21) -> onnx.ModelProto:
-    """Outer(q, mask) calls Inner, which attends; it is called with a boolean and with a float mask. Same is neither."""
-    opsets = [helper.make_opsetid("", function_opset), helper.make_opsetid(DOMAIN, 1), helper.make_opsetid("mine", 1)]
-    pass_on = helper.make_node("Identity", ["m"], ["passed"])
-    attend = helper.make_node("FlashAttention", ["q", "q", "q", "passed"], ["y"], domain=DOMAIN)
-    plain = helper.make_node("FlashAttention", ["x", "x", "x"], ["r"], domain=DOMAIN)
-    functions = [
-        helper.make_function("mine", "Outer", ["q", "m"], ["y"],
-                             [helper.make_node("Inner", ["q", "m"], ["y"], domain="mine")], opsets),
-        helper.make_function("mine", "Inner", ["q", "m"], ["y"], [pass_on, attend], opsets),
-        helper.make_function("mine", "Same", ["x"], ["r"], [plain], opsets),
-    ]  # fmt: skip
-    calls = [helper.make_node("Outer", ["q", f"m{i}"], [f"y{i}"], domain="mine") for i in (0, 1)]
-    calls.append(helper.make_node("Same", ["q"], ["z"], domain="mine"))
-    q, z, *ys = (helper.make_tensor_value_info(n, FLOAT, ["B", 2, 4, 4]) for n in ("q", "z", "y0", "y1"))
-    masks = [helper.make_tensor_value_info(n, t, [4, 4]) for n, t in (("m0", BOOL), ("m1", FLOAT))]
-    graph = helper.make_graph(calls, "calls", [q, *masks], [*ys, z])
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("mine", 1)]
-    return helper.make_model(graph, opset_imports=opsets, functions=functions, ir_version=10)
-
-
 def test_masks_of_functions_are_cast_where_they_are_boolean() -> None:
     """The type of a function's mask is that of the caller's, so such functions become part of the graph."""
-    model = _calls_of_functions()
+    model = calls_of_functions()
     before = onnx.ModelProto()
     before.CopyFrom(model)
     prepared = prepare_for_tensorrt(model)
@@ -115,7 +94,7 @@ def test_masks_of_functions_are_cast_where_they_are_boolean() -> None:
 
 def test_functions_of_another_opset_are_refused() -> None:
     with pytest.raises(ValueError, match=r"holds FlashAttention with a mask cannot be inlined: .*version 20"):
-        prepare_for_tensorrt(_calls_of_functions(function_opset=20))
+        prepare_for_tensorrt(calls_of_functions(function_opset=20))
 
 
 def test_nodes_inside_subgraphs_are_prepared() -> None:

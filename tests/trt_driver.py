@@ -3,12 +3,14 @@
     python trt_driver.py < jobs.json > results.jsonl
 
 A job is {"model": path}, which is parsed as it is, or {"model": path, "engine": arguments of build_engine, "remember":
-[text]}. A result line says what came of it, and which of the texts stand in the plan (it needs a GPU to be loaded).
+[text]}. A result line says what came of it, which of the texts stand in the plan (it needs a GPU to be loaded), and
+what TensorRT logged.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from typing import Any
 
@@ -41,11 +43,18 @@ def parse(model: str, builder: trt.Builder, log: Log) -> dict[str, Any]:
     }
 
 
-def build(model: str, arguments: dict[str, Any], remember: list[str]) -> dict[str, Any]:
+def build(model: str, arguments: dict[str, Any], remember: list[str], log: Log) -> dict[str, Any]:
+    log.lines.clear()
+    handler = logging.Handler()
+    handler.emit = lambda record: log.lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("Polygraphy")  # where build_engine says TensorRT's log goes
+    logger.addHandler(handler)
     try:
         plan = flashonnx.tensorrt.build_engine(model, **arguments)
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+        return {"error": f"{type(error).__name__}: {error}", "log": log.lines.copy()}
+    finally:
+        logger.removeHandler(handler)
     # Strings stand in the plan with their final zero.
     return {"plan_bytes": len(plan), "remembered": [text for text in remember if text.encode() + b"\0" in plan]}
 
@@ -56,7 +65,7 @@ def main() -> None:
     builder = trt.Builder(log)
     for job in json.load(sys.stdin):
         if "engine" in job:
-            result = build(job["model"], job["engine"], job.get("remember", []))
+            result = build(job["model"], job["engine"], job.get("remember", []), log)
         else:
             result = parse(job["model"], builder, log)
         print(json.dumps(result), flush=True)

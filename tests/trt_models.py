@@ -11,23 +11,48 @@ from nodes import DOMAIN
 from onnx import TensorProto, helper
 
 
-def two_nodes(elem_type: int = TensorProto.FLOAT16, **attributes: Any) -> onnx.ModelProto:
+def two_nodes(
+    elem_type: int = TensorProto.FLOAT16, *, mask_type: int = TensorProto.BOOL, **attributes: Any
+) -> onnx.ModelProto:
     """Attention, Add, attention: dynamic batch and sequences, grouped heads, a padding mask of booleans."""
     attributes = {"q_num_heads": 4, "kv_num_heads": 2} | attributes
     shapes = {"q": ("B", "S", 256), "k": ("B", "T", 128), "v": ("B", "T", 128)}
     inputs = [helper.make_tensor_value_info(name, elem_type, shape) for name, shape in shapes.items()]
-    inputs.append(helper.make_tensor_value_info("mask", TensorProto.BOOL, ("B", 1, 1, "T")))
+    inputs.append(helper.make_tensor_value_info("mask", mask_type, ("B", 1, 1, "T")))
     nodes = [
         helper.make_node("FlashAttention", ["q", "k", "v"], ["a"], "first", domain=DOMAIN, **attributes),
         helper.make_node("Add", ["a", "q"], ["b"]),
         helper.make_node(
-            "FlashAttention", ["b", "k", "v", "mask"], ["y"], "second", domain=DOMAIN, is_causal=1, **attributes
+            "FlashAttention", ["b", "k", "v", "mask"], ["y"], "second", domain=DOMAIN, **({"is_causal": 1} | attributes)
         ),
     ]
     output = helper.make_tensor_value_info("y", elem_type, ("B", "S", 256))
     graph = helper.make_graph(nodes, "two_nodes", inputs, [output])
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid(DOMAIN, 1)]
     return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+
+def calls_of_functions(function_opset: int = 21) -> onnx.ModelProto:
+    """Outer(q, mask) calls Inner, which attends; it is called with a boolean and with a float mask. Same is neither."""
+    opsets = [helper.make_opsetid("", function_opset), helper.make_opsetid(DOMAIN, 1), helper.make_opsetid("mine", 1)]
+    pass_on = helper.make_node("Identity", ["m"], ["passed"])
+    attend = helper.make_node("FlashAttention", ["q", "q", "q", "passed"], ["y"], domain=DOMAIN)
+    plain = helper.make_node("FlashAttention", ["x", "x", "x"], ["r"], domain=DOMAIN)
+    functions = [
+        helper.make_function("mine", "Outer", ["q", "m"], ["y"],
+                             [helper.make_node("Inner", ["q", "m"], ["y"], domain="mine")], opsets),
+        helper.make_function("mine", "Inner", ["q", "m"], ["y"], [pass_on, attend], opsets),
+        helper.make_function("mine", "Same", ["x"], ["r"], [plain], opsets),
+    ]  # fmt: skip
+    calls = [helper.make_node("Outer", ["q", f"m{i}"], [f"y{i}"], domain="mine") for i in (0, 1)]
+    calls.append(helper.make_node("Same", ["q"], ["z"], domain="mine"))
+    q, z, *ys = (helper.make_tensor_value_info(n, TensorProto.FLOAT, ["B", 2, 4, 4]) for n in ("q", "z", "y0", "y1"))
+    masks = [
+        helper.make_tensor_value_info(n, t, [4, 4]) for n, t in (("m0", TensorProto.BOOL), ("m1", TensorProto.FLOAT))
+    ]
+    graph = helper.make_graph(calls, "calls", [q, *masks], [*ys, z])
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("mine", 1)]
+    return helper.make_model(graph, opset_imports=opsets, functions=functions, ir_version=10)
 
 
 def attributes_of(node: onnx.NodeProto) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from flashonnx.tensorrt._register import last_plugin_error, modules, register
 
 if TYPE_CHECKING:
     import onnx
+    import onnx_ir as ir
 
 Profile = Mapping[str, Sequence[Sequence[int]]]
 _PROTOBUF_LIMIT = 2**31 - 1
@@ -28,7 +29,7 @@ class EngineError(RuntimeError):
 
 
 def build_engine(
-    model: onnx.ModelProto | str | os.PathLike[str],
+    model: onnx.ModelProto | ir.Model | str | os.PathLike[str],
     profiles: Profile | Sequence[Profile] = (),
     *,
     tensorrt: ModuleType | None = None,
@@ -59,7 +60,8 @@ def build_engine(
 
     Raises:
         EngineError: TensorRT or the plugin refuses; the message has the reason from TensorRT's log.
-        ValueError: an input of dynamic shape without a profile, or a profile for what is no input.
+        ValueError: an input of dynamic shape without a profile, or a profile for what is no input; what
+            `prepare_for_tensorrt` refuses.
         ModuleNotFoundError: TensorRT or Polygraphy is not installed.
         LibraryError: the flashonnx library is missing or unsuitable.
     """
