@@ -1,10 +1,11 @@
 """Layout as algebra: a tensor written as a permuted, regrouped, broadcast view of another one.
 
 Every axis of a view is a sequence of factors; Transpose permutes axes, Reshape regroups factors
-(splitting them where sizes divide), Expand adds factors that repeat. One algebra replaces a list of
-patterns: torch's K^T through three dimensions, merged transposes, time-major projections, merged
-batch and heads, repeat_kv are all sequences of these steps, and two views are compared factor by
-factor, with proofs about sizes from dims.py.
+(splitting them where sizes divide), Expand adds factors that repeat, Split, Slice and Gather take a
+part of one. One algebra replaces a list of patterns: torch's K^T through three dimensions, merged
+transposes, time-major projections, merged batch and heads, repeat_kv, packed projections are all
+sequences of these steps, and two views are compared factor by factor, with proofs about sizes from
+dims.py.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ from flashonnx.export.dims import Dim, product
 from flashonnx.export.facts import Dims, Facts
 from flashonnx.export.shape_rules import axes_of, normal
 
+_ZERO = Dim.of(0)
+
 
 class Factor:
-    """One indivisible run of a tensor's elements; compared by identity."""
+    """One indivisible run of a tensor's elements, `stride` apart in it; compared by identity."""
 
-    __slots__ = ("repeats", "size")
+    __slots__ = ("repeats", "size", "stride")
 
-    def __init__(self, size: Dim, repeats: bool = False) -> None:
+    def __init__(self, size: Dim, stride: Dim = _ZERO, repeats: bool = False) -> None:
         self.size = size
+        self.stride = stride
         self.repeats = repeats
 
     def __repr__(self) -> str:
@@ -38,28 +42,36 @@ Axis = tuple[Factor, ...]
 class View:
     """A tensor with `axes`, made of the elements of `source` whose own axes are `layout`.
 
-    An axis of size one is an empty sequence of factors. Factors that repeat occur in `axes` only.
+    An axis of size one is an empty sequence of factors. Factors that repeat occur in `axes` only. A
+    part of the source starts `start` elements into it and has no layout.
     """
 
     source: ir.Value
     layout: tuple[Axis, ...]
     axes: tuple[Axis, ...]
+    start: Dim = _ZERO
 
     @staticmethod
     def identity(facts: Facts, value: ir.Value) -> View | None:
         dims = facts.dims(value)
         if dims is None:
             return None
-        layout = tuple(() if size == 1 else (Factor(size),) for size in dims)
+        strides = [product(dims[index + 1 :]) for index in range(len(dims))]
+        layout = tuple(() if size == 1 else (Factor(size, stride),) for size, stride in zip(dims, strides, strict=True))
         return View(value, layout, layout)
 
     @property
     def dims(self) -> Dims:
         return tuple(product(factor.size for factor in axis) for axis in self.axes)
 
-    def after(self, facts: Facts, node: ir.Node) -> View | None:
-        """The view after one layout operator; None when it is not one or nothing is proved."""
-        step = _STEPS.get(node.op_type) if not node.domain else None
+    def after(self, facts: Facts, value: ir.Value) -> View | None:
+        """The view that `value` is, made of this one by one layout operator; None where nothing is proved."""
+        node = value.producer()
+        if node is None or node.domain:
+            return None
+        if node.op_type in _PARTS:
+            return _PARTS[node.op_type](self, facts, value)
+        step = _STEPS.get(node.op_type)
         return step(self, facts, node) if step is not None else None
 
     def with_axes(self, axes: Sequence[Axis]) -> View:
@@ -73,7 +85,34 @@ class View:
                 tuple(new for old in axis for new in ((outer, inner) if old is factor else (old,))) for axis in axes
             )
 
-        return View(self.source, rewrite(self.layout), rewrite(self.axes))
+        return View(self.source, rewrite(self.layout), rewrite(self.axes), self.start)
+
+    def part(self, axis: int, numbers: range) -> View | None:
+        """The view of the elements of `axis` that `numbers` count; None where factors do not divide so."""
+        if not numbers or numbers.step < 1:
+            return None
+        outer, *inner = merged(self.axes[axis]) or (Factor(Dim.of(1)),)
+        size = product(factor.size for factor in inner).value
+        if size is None or outer.size.value is None or any(factor.repeats for factor in (outer, *inner)):
+            return None
+        if size > 1 and (numbers.step != 1 or numbers.start % size or len(numbers) % size):
+            return None
+        count, start = len(numbers) // size, outer.stride * (numbers.start // size)
+        runs = (Factor(Dim.of(count), outer.stride * numbers.step), *inner) if count > 1 else tuple(inner)
+        axes = (*self.axes[:axis], runs, *self.axes[axis + 1 :])
+        return View(self.source, (), axes, self.start + start)
+
+
+def merged(axis: Axis) -> Axis:
+    """`axis` with as few factors as say the same."""
+    result: list[Factor] = []
+    for factor in axis:
+        last = result[-1] if result else None
+        if last is not None and not last.repeats and not factor.repeats and last.stride == factor.stride * factor.size:
+            result[-1] = Factor(last.size * factor.size, factor.stride)
+        else:
+            result.append(factor)
+    return tuple(result)
 
 
 def _transpose(view: View, facts: Facts, node: ir.Node) -> View | None:
@@ -123,7 +162,8 @@ def regroup(view: View, dims: Dims) -> View | None:
                 inner = factor.size.divided_by(rest)
                 if inner is None:
                     return None
-                first, second = Factor(rest, factor.repeats), Factor(inner, factor.repeats)
+                first = Factor(rest, factor.stride * inner, factor.repeats)
+                second = Factor(inner, factor.stride, factor.repeats)
                 view = view.split(factor, first, second)
                 axes = [tuple(x for f in a for x in ((first, second) if f is factor else (f,))) for a in axes]
                 pending.insert(0, second)
@@ -164,6 +204,64 @@ _STEPS = {
 }
 
 LAYOUT_OPERATORS = frozenset(_STEPS)
+_LONGEST_CHAIN = 24
+
+
+def _split(view: View, facts: Facts, value: ir.Value) -> View | None:
+    node = value.producer()
+    assert node is not None
+    axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 0
+    axis = normal(axis, len(view.axes))
+    start = 0
+    for output in node.outputs:
+        dims = facts.dims(output)
+        size = dims[axis].value if dims is not None else None
+        if size is None:
+            return None
+        if output is value:
+            return view.part(axis, range(start, start + size))
+        start += size
+    return None
+
+
+def _slice(view: View, facts: Facts, value: ir.Value) -> View | None:
+    node = value.producer()
+    assert node is not None
+    arrays = [facts.constant(item) for item in node.inputs[1:]]
+    given = [item is not None for item in node.inputs[1:]]
+    if len(arrays) < 2 or given != [array is not None for array in arrays]:
+        return None
+    starts, ends, axes, steps = (None if a is None else a.reshape(-1).tolist() for a in (*arrays, None, None)[:4])
+    for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        axis = normal(axes[index], len(view.axes)) if axes is not None else index
+        size, step = view.dims[axis].value, steps[index] if steps is not None else 1
+        whole = start == 0 and step == 1 and end >= 2**31 - 1
+        if whole:
+            continue
+        part = view.part(axis, range(size)[start:end:step]) if size is not None else None
+        if part is None:
+            return None
+        view = part
+    return view
+
+
+def _gather(view: View, facts: Facts, value: ir.Value) -> View | None:
+    """One index: the part is one wide, or the axis goes."""
+    node = value.producer()
+    assert node is not None
+    axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 0
+    axis, index = normal(axis, len(view.axes)), facts.constant(node.inputs[1])
+    size = view.dims[axis].value
+    if index is None or index.size != 1 or index.ndim > 1 or size is None or not -size <= int(index.item()) < size:
+        return None
+    number = int(index.item()) % size
+    part = view.part(axis, range(number, number + 1))
+    if part is None or index.ndim:
+        return part
+    return part.with_axes([*part.axes[:axis], *part.axes[axis + 1 :]])
+
+
+_PARTS = {"Split": _split, "Slice": _slice, "Gather": _gather}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,37 +273,39 @@ class Peeled:
     before: tuple[ir.Node, ...]
 
 
-def peel(facts: Facts, value: ir.Value, *, scales: bool) -> Iterator[Peeled]:
+def peel(facts: Facts, value: ir.Value, *, scales: bool, parts: bool = False) -> Iterator[Peeled]:
     """The ways to write `value` as a scaled view of something upstream, deepest first.
 
     Walks through layout operators and, where `scales`, through products with a constant number
-    (which commute with layout). The last one is `value` itself.
+    (which commute with layout), where `parts`, through operators that take a part. The last one is
+    `value` itself.
     """
-    chain: list[ir.Node] = []
-    points: list[tuple[ir.Value, int]] = [(value, 0)]
-    while len(chain) < 24:
+    chain: list[ir.Value] = []
+    while len(chain) < _LONGEST_CHAIN:
         node = value.producer()
         if node is None:
             break
-        if not node.domain and node.op_type in LAYOUT_OPERATORS and node.inputs[0] is not None:
-            value = node.inputs[0]
-        elif scales and (scaled := scaling(facts, node)) is not None:
-            value = scaled[0]
-        else:
+        passes = not node.domain and (node.op_type in LAYOUT_OPERATORS or (parts and node.op_type in _PARTS))
+        scaled = scaling(facts, node) if scales else None
+        source = node.inputs[0] if passes else scaled[0] if scaled is not None else None
+        if source is None:
             break
-        chain.append(node)
-        points.append((value, len(chain)))
-    for source, depth in reversed(points):
-        view = View.identity(facts, source)
+        chain.append(value)
+        value = source
+    for depth in range(len(chain), -1, -1):
+        view = View.identity(facts, value if depth == len(chain) else chain[depth])
         factor = 1.0
-        for node in reversed(chain[:depth]):
+        for made in reversed(chain[:depth]):
+            node = made.producer()
+            assert node is not None
             scaled = scaling(facts, node)
             if scaled is not None:
                 factor *= scaled[1]
             elif view is not None:
-                view = view.after(facts, node)
+                view = view.after(facts, made)
         if view is not None:
-            yield Peeled(view, factor, tuple(chain[depth:]))
+            before = [made.producer() for made in chain[depth:]]
+            yield Peeled(view, factor, tuple(node for node in before if node is not None))
 
 
 def scaling(facts: Facts, node: ir.Node) -> tuple[ir.Value, float] | None:

@@ -4,38 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import onnx_ir as ir
 from flashonnx.export.build import Builder
+from flashonnx.export.dims import Dim
 from flashonnx.export.facts import Facts
-from flashonnx.export.products import Roles
-from flashonnx.export.rules.layouts import Exit, Heads, Operand, Place, exits, groupings, places
+from flashonnx.export.rules.layouts import Exit, Heads, Place, Tensors, exits, groupings, places
+from flashonnx.export.rules.packed import packings
 from flashonnx.export.rules.scores import RefusalError
 
 _LARGEST_HEAD = 512
 
 
 @dataclasses.dataclass(frozen=True)
-class Tensors:
-    """The tensors of one attention, with their axes named: those of V's own size by `value_size`."""
-
-    query: Operand
-    key: Operand
-    value: Operand
-    output: Operand
-    roles: Roles
-    value_size: str
-
-
-@dataclasses.dataclass(frozen=True)
 class Arrangement:
-    """Where Q, K and V are taken, and where the output goes, all in the form of `rank` dimensions."""
+    """Where Q, K and V are taken, and where the output goes, all in the form of `rank` dimensions.
+
+    With a packed `layout` they are one tensor.
+    """
 
     heads: Heads
     query: Place
     key: Place
     value: Place
     way_out: Exit
+    layout: str = "separate"
 
     @property
     def rank(self) -> int:
@@ -45,11 +39,14 @@ class Arrangement:
     def cost(self) -> int:
         return sum(place.cost for place in (self.query, self.key, self.value)) + self.way_out.cost
 
-    def inputs(self, builder: Builder) -> list[ir.Value]:
+    def inputs(self, builder: Builder) -> list[ir.Value | None]:
+        """The operator's first three inputs."""
+        if self.layout != "separate":
+            return [self.query.build(builder), None, None]
         return [place.build(builder) for place in (self.query, self.key, self.value)]
 
-    def head_attributes(self) -> dict[str, int]:
-        """q_num_heads and kv_num_heads, which three dimensions need.
+    def layout_attributes(self) -> dict[str, Any]:
+        """q_num_heads and kv_num_heads, which three dimensions need, and qkv_layout.
 
         Raises:
             RefusalError: they are not constants, or do not divide.
@@ -61,7 +58,7 @@ class Arrangement:
             return {}
         if q_heads is None or kv_heads is None:
             raise RefusalError("the number of heads is not a constant of the model")
-        return {"q_num_heads": q_heads, "kv_num_heads": kv_heads}
+        return {"q_num_heads": q_heads, "kv_num_heads": kv_heads, "qkv_layout": self.layout}
 
 
 def arrange(facts: Facts, tensors: Tensors, *, scales: bool) -> Arrangement:
@@ -77,7 +74,9 @@ def arrange(facts: Facts, tensors: Tensors, *, scales: bool) -> Arrangement:
     """
     reason: RefusalError | None = None
     for heads in groupings(facts, tensors.query, tensors.roles.batch):
-        options = list(_options(facts, tensors, heads, scales))
+        # A packed tensor needs no Split, which nothing else saves.
+        options = list(_packed(facts, tensors, heads, scales))
+        options = options or list(_options(facts, tensors, heads, scales))
         for option in options:
             for what, place in (("Q and K", option.key), ("V", option.value)):
                 if place.size.value is not None and place.size.value > _LARGEST_HEAD:
@@ -96,38 +95,41 @@ def arrange(facts: Facts, tensors: Tensors, *, scales: bool) -> Arrangement:
 
 def _options(facts: Facts, tensors: Tensors, heads: Heads, scales: bool) -> Iterator[Arrangement]:
     """One arrangement for each rank and number of key heads, the cheapest of its kind."""
-    roles = tensors.roles
-
-    def of(operand: Operand, sequence: str, size: str, scaled: bool) -> list[Place]:
-        is_query = operand is tensors.query
-        return places(facts, operand, roles.batch, sequence, size, heads, is_query=is_query, scales=scaled)
-
-    queries = of(tensors.query, roles.query, roles.depth, scales)
-    keys = of(tensors.key, roles.key, roles.depth, scales)
-    values = of(tensors.value, roles.key, tensors.value_size, False)
+    queries, keys, values = (
+        places(facts, tensors, *named, heads, scales=scales and named[0] is not tensors.value)
+        for named in tensors.inputs()
+    )
     if not (queries and keys and values):
         return
-    ways_out = exits(
-        facts,
-        tensors.output.value,
-        tensors.output.labels,
-        roles.batch,
-        roles.query,
-        tensors.value_size,
-        heads,
-        queries[0].sequence,
-        values[0].size,
-    )
+    ways_out = _ways_out(facts, tensors, heads, queries[0].sequence, values[0].size)
     for rank in (3, 4):
         for key_heads in dict.fromkeys(place.heads for place in keys):
             query = _cheapest([place for place in queries if place.rank == rank])
             key = _cheapest([p for p in keys if p.rank == rank and p.heads == key_heads])
             value = _cheapest([p for p in values if p.rank == rank and p.heads == key_heads])
-            ways = [way for way in ways_out if way.rank == rank]
-            if query and key and value and ways:
-                # the last exit replaces the most
-                way = min(reversed(ways), key=lambda way: way.cost)
+            way = _cheapest_way(ways_out, rank, time_major=False)
+            if query and key and value and way:
                 yield Arrangement(heads, query, key, value, way)
+
+
+def _packed(facts: Facts, tensors: Tensors, heads: Heads, scales: bool) -> Iterator[Arrangement]:
+    """The arrangements in which Q, K and V are one tensor."""
+    for packing in packings(facts, tensors, heads, scales=scales):
+        ways_out = _ways_out(facts, tensors, heads, packing.query.sequence, packing.value.size)
+        way = _cheapest_way(ways_out, 3, packing.is_time_major)
+        if way:
+            yield Arrangement(heads, packing.query, packing.key, packing.value, way, packing.layout)
+
+
+def _ways_out(facts: Facts, tensors: Tensors, heads: Heads, query_size: Dim, value_size: Dim) -> list[Exit]:
+    roles = tensors.roles
+    return exits(facts, tensors.output, roles.batch, roles.query, tensors.value_size, heads, query_size, value_size)
+
+
+def _cheapest_way(ways: Sequence[Exit], rank: int, time_major: bool) -> Exit | None:
+    fitting = [way for way in ways if way.rank == rank and way.time_major == time_major]
+    # the last exit replaces the most
+    return min(reversed(fitting), key=lambda way: way.cost) if fitting else None
 
 
 def _cheapest(options: Sequence[Place]) -> Place | None:

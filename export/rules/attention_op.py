@@ -11,9 +11,9 @@ from flashonnx.export import schema
 from flashonnx.export.build import Builder
 from flashonnx.export.dims import Dim
 from flashonnx.export.products import Roles
-from flashonnx.export.rules.arrange import Arrangement, Tensors, arrange
+from flashonnx.export.rules.arrange import Arrangement, arrange
 from flashonnx.export.rules.base import Fusion, Rewrite, Rule
-from flashonnx.export.rules.layouts import Heads, Operand
+from flashonnx.export.rules.layouts import Heads, Operand, Tensors
 from flashonnx.export.rules.mask_inputs import MaskBuilder, ScoreAxes, combined_bounds
 from flashonnx.export.rules.scores import RefusalError, Term
 from flashonnx.export.sites import Candidate
@@ -65,7 +65,7 @@ class StandardAttention(Rule):
             rank = arrangement.rank
             for name in ("q_num_heads", "kv_num_heads"):
                 site.attributes.pop(name, None)
-            site.attributes |= arrangement.head_attributes()
+            site.attributes |= arrangement.layout_attributes()
         output = fusion.attention(builder, inputs, site.attributes, rank, outputs=len(site.outputs))
         made = output.producer()
         assert made is not None
@@ -131,23 +131,28 @@ def _check_types(fusion: Fusion, site: _Site) -> None:
 
 
 def _arrangement(fusion: Fusion, site: _Site) -> Arrangement | None:
-    """Where the tensors really come from, when four-dimensional inputs allow to look for it."""
+    """Where the tensors really come from; None where they stay as they are."""
     q, k, v = (site.inputs[name] for name in "QKV")
-    if q is None or k is None or v is None or fusion.facts.rank(q) != 4:
+    rank, key_dims = fusion.facts.rank(q), fusion.facts.dims(k)
+    if q is None or k is None or v is None or rank not in (3, 4) or key_dims is None or len(key_dims) != rank:
         return None
     if site.inputs["past_key"] is not None or any(_is_used(value) for value in site.outputs[1:3]):
         return None
+    q_heads, kv_heads = (site.attributes[name] if rank == 3 else None for name in ("q_num_heads", "kv_num_heads"))
+    # In three dimensions heads and size are one axis.
+    labels = (lambda s, d: ("b", "h", s, d)) if rank == 4 else (lambda s, d: ("b", s, "h", d))
     tensors = Tensors(
-        Operand(q, ("b", "h", "q", "d")),
-        Operand(k, ("b", "h", "k", "d")),
-        Operand(v, ("b", "h", "k", "e")),
-        Operand(site.outputs[0], ("b", "h", "q", "e")),
+        Operand(q, labels("q", "d"), q_heads),
+        Operand(k, labels("k", "d"), kv_heads),
+        Operand(v, labels("k", "e"), kv_heads),
+        Operand(site.outputs[0], labels("q", "e"), q_heads),
         _ROLES,
         "e",
+        Dim.of(kv_heads) if kv_heads is not None else key_dims[1],
     )
     try:
         found = arrange(fusion.facts, tensors, scales=False)
-        found.head_attributes()
+        found.layout_attributes()
         return found
     except RefusalError:
         return None  # one to one, then

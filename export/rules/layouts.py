@@ -15,8 +15,8 @@ import onnx_ir as ir
 from flashonnx.export.build import Builder
 from flashonnx.export.dims import Dim, product
 from flashonnx.export.facts import Facts, constant_tensor
-from flashonnx.export.products import Labels
-from flashonnx.export.views import LAYOUT_OPERATORS, Axis, Factor, View, peel, regroup
+from flashonnx.export.products import Labels, Roles
+from flashonnx.export.views import LAYOUT_OPERATORS, Axis, Factor, Peeled, View, peel, regroup
 
 # What layout operators cost at run time, besides a little for each: those that copy, and repetitions, which grow.
 Step = Callable[[Builder, ir.Value], ir.Value]
@@ -25,16 +25,31 @@ TRANSPOSE = 10
 _REPEAT = 40
 
 
-def _cost(node: ir.Node) -> int:
+def cost_of(node: ir.Node) -> int:
     return {"Transpose": TRANSPOSE, "Expand": _REPEAT}.get(node.op_type, 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """A tensor of a product, its axes named by `labels`."""
+    """A tensor of a product, its axes named by `labels`; its last axis holds the last two of them if `heads` is given.
+
+    `heads` is the number of heads on that axis.
+    """
 
     value: ir.Value
     labels: Labels
+    heads: int | None = None
+
+    def peel(self, facts: Facts, *, scales: bool, parts: bool = False) -> Iterator[Peeled]:
+        """The ways to write the tensor as a view of something upstream, with one axis for each label."""
+        for peeled in peel(facts, self.value, scales=scales, parts=parts):
+            view: View | None = peeled.view
+            if self.heads is not None:
+                *outer, last = peeled.view.dims
+                size = last.divided_by(self.heads)
+                view = regroup(peeled.view, (*outer, Dim.of(self.heads), size)) if size is not None else None
+            if view is not None:
+                yield dataclasses.replace(peeled, view=view)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +58,53 @@ class Heads:
 
     batch: Dim
     heads: Dim
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensors:
+    """The tensors of one attention, with their axes named: those of V's own size by `value_size`.
+
+    `key_heads` is how many heads K and V have where these are not as many as the scores.
+    """
+
+    query: Operand
+    key: Operand
+    value: Operand
+    output: Operand
+    roles: Roles
+    value_size: str
+    key_heads: Dim | None = None
+
+    def inputs(self) -> tuple[tuple[Operand, str, str], ...]:
+        """Q, K and V, each with the labels of its sequence and its size."""
+        roles = self.roles
+        return (
+            (self.query, roles.query, roles.depth),
+            (self.key, roles.key, roles.depth),
+            (self.value, roles.key, self.value_size),
+        )
+
+    def divided(
+        self, view: View, operand: Operand, sequence: str, size: str, heads: Heads
+    ) -> tuple[View, Axis, Axis, Axis, Axis] | None:
+        """The factors of batch, own heads, sequence and size in a view of `operand`; None where it has no such parts.
+
+        Heads of K and V may repeat, each one in a row.
+        """
+        parts = _parts(view, operand.labels, self.roles.batch, sequence, size, heads)
+        if parts is None:
+            return None
+        view, b, h, s, d = parts
+        is_query = operand is self.query
+        kept = tuple(factor for factor in h if not factor.repeats)
+        if h != kept + h[len(kept) :] or any(f.repeats for f in (*b, *s, *d)):
+            return None  # heads repeated as a whole (h % Hkv), or repeats elsewhere
+        if is_query and h != kept:
+            return None
+        count = heads.heads if is_query or self.key_heads is None else self.key_heads
+        if product(f.size for f in h) != count and (h or is_query):
+            return None  # a single key head serves all; else the counts must agree
+        return view, b, kept, s, d
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +126,10 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Exit:
-    """One way to give the operator's output of `rank` dimensions back to the graph."""
+    """One way to give the operator's output of `rank` dimensions, with time before batch or not, back to the graph."""
 
     rank: int
+    time_major: bool
     cost: int
     replaces: ir.Value
     build: Step
@@ -75,7 +138,7 @@ class Exit:
 def groupings(facts: Facts, query: Operand, batch: Labels) -> Iterator[Heads]:
     """The ways to divide the batch axes into batch and heads, the likeliest first."""
     seen = set()
-    for peeled in peel(facts, query.value, scales=True):
+    for peeled in query.peel(facts, scales=True):
         axes = [peeled.view.axes[query.labels.index(label)] for label in batch]
         if any(factor.repeats for axis in axes for factor in axis):
             continue
@@ -94,35 +157,18 @@ def groupings(facts: Facts, query: Operand, batch: Labels) -> Iterator[Heads]:
 
 
 def places(
-    facts: Facts,
-    operand: Operand,
-    batch: Labels,
-    sequence: str,
-    size: str,
-    heads: Heads,
-    *,
-    is_query: bool,
-    scales: bool,
+    facts: Facts, tensors: Tensors, operand: Operand, sequence: str, size: str, heads: Heads, *, scales: bool
 ) -> list[Place]:
     """Every way to hand `operand` to the operator, given how batch and heads divide."""
     found = []
-    for peeled in peel(facts, operand.value, scales=scales):
-        view = peeled.view
-        parts = _parts(view, operand.labels, batch, sequence, size, heads)
+    for peeled in operand.peel(facts, scales=scales):
+        parts = tensors.divided(peeled.view, operand, sequence, size, heads)
         if parts is None:
             continue
         view, b, h, s, d = parts
-        kept = tuple(factor for factor in h if not factor.repeats)
-        if h != kept + h[len(kept) :] or any(f.repeats for f in (*b, *s, *d)):
-            continue  # heads repeated as a whole (h % Hkv), or repeats elsewhere
-        if is_query and h != kept:
-            continue
-        if product(f.size for f in h) != heads.heads and (h or is_query):
-            continue  # a single key head serves all; else the counts must agree
-        counts = (product(f.size for f in axis) for axis in (kept, s, d))
-        sizes = tuple(counts)
-        left = sum(map(_cost, peeled.before))
-        for rank, cost, step in _forms(view, b, kept, s, d):
+        sizes = tuple(product(f.size for f in axis) for axis in (h, s, d))
+        left = sum(map(cost_of, peeled.before))
+        for rank, cost, step in _forms(view, b, h, s, d):
             found.append(Place(rank, cost + left, view.source, step, peeled.factor, *sizes))
     return found
 
@@ -130,7 +176,6 @@ def places(
 def _parts(
     view: View, labels: Labels, batch: Labels, sequence: str, size: str, heads: Heads
 ) -> tuple[View, Axis, Axis, Axis, Axis] | None:
-    """The factors of batch, heads, sequence and size; None when they do not divide so."""
     named = {label: index for index, label in enumerate(labels)}
     if len(batch) >= 2:
         groups = [named[label] for label in batch]
@@ -139,19 +184,16 @@ def _parts(
         if product(f.size for f in b) != heads.batch:
             return None
     else:
-        merged = view.axes[named[batch[0]]] if batch else ()
-        total = product(f.size for f in merged)
-        rest = total.divided_by(heads.batch)
-        divided = (
-            regroup(View(view.source, view.layout, (merged,)), (heads.batch, rest)) if (rest is not None) else None
-        )
-        if divided is None:
+        joint = view.axes[named[batch[0]]] if batch else ()
+        rest = product(f.size for f in joint).divided_by(heads.batch)
+        apart = regroup(dataclasses.replace(view, axes=(joint,)), (heads.batch, rest)) if rest is not None else None
+        if apart is None:
             return None
-        b, h = divided.axes
+        b, h = apart.axes
         axes = list(view.axes)
         if batch:
             axes[named[batch[0]]] = (*b, *h)
-        view = View(divided.source, divided.layout, tuple(axes))
+        view = apart.with_axes(axes)
     return view, b, h, view.axes[named[sequence]], view.axes[named[size]]
 
 
@@ -160,11 +202,11 @@ def _forms(view: View, b: Axis, h: Axis, s: Axis, d: Axis) -> Iterator[tuple[int
     layout = view.layout
     heads, size = _count(h), _count(d)
     if layout == (b, s, h + d):
-        yield 3, 0, _as_it_is
+        yield 3, 0, as_it_is
     if layout == (b, h, s, d):
-        yield 4, 0, _as_it_is
+        yield 4, 0, as_it_is
     if layout == (b, s, h, d) and heads is not None and size is not None:
-        yield 3, 1, _reshape(0, 0, heads * size)
+        yield 3, 1, reshape_to(0, 0, heads * size)
     if layout == (s, h + d) and not b:
         yield 3, 1, _with_axes("Unsqueeze", 0)
     for rank, wanted in ((4, (b, h, s, d)), (3, (b, s, h + d))):
@@ -174,34 +216,26 @@ def _forms(view: View, b: Axis, h: Axis, s: Axis, d: Axis) -> Iterator[tuple[int
 
 
 def exits(
-    facts: Facts,
-    value: ir.Value,
-    labels: Labels,
-    batch: Labels,
-    query: str,
-    size: str,
-    heads: Heads,
-    query_size: Dim,
-    value_size: Dim,
+    facts: Facts, output: Operand, batch: Labels, query: str, size: str, heads: Heads, query_size: Dim, value_size: Dim
 ) -> list[Exit]:
-    """Every way to replace `value`, or a later layout of it, by the operator's output."""
+    """Every way to replace `output`, or a later layout of it, by the operator's output."""
 
     def axis(size: Dim) -> Axis:
         return () if size == 1 else (Factor(size),)
 
     b, h, s, d = (axis(dim) for dim in (heads.batch, heads.heads, query_size, value_size))
-    dims = facts.dims(value)
-    if dims is None:
+    value = output.value
+    if facts.dims(value) is None or len(batch) > 2:
         return []
     named: dict[str, Axis] = {query: s, size: d}
-    if len(batch) >= 2:
-        named[batch[-1]] = h
-        named[batch[0]] = b
-        if len(batch) > 2:
-            return []
+    if len(batch) == 2:
+        named |= {batch[0]: b, batch[1]: h}
     elif batch:
         named[batch[0]] = b + h
-    view = View(value, (), tuple(named[label] for label in labels))
+    axes = [named[label] for label in output.labels]
+    if output.heads is not None:
+        axes[-2:] = [axes[-2] + axes[-1]]
+    view = View(value, (), tuple(axes))
     found: list[Exit] = []
     while True:
         found += list(_returns(view, value, b, h, s, d))
@@ -211,35 +245,43 @@ def exits(
         node = users[0]
         if node.op_type not in LAYOUT_OPERATORS or node.op_type == "Expand":
             return found
-        after = view.after(facts, node)
+        after = view.after(facts, node.outputs[0])
         if after is None:
             return found
-        found = [dataclasses.replace(way, cost=way.cost + _cost(node)) for way in found]  # it stays behind them
+        found = [dataclasses.replace(way, cost=way.cost + cost_of(node)) for way in found]  # it stays behind them
         view, value = after, node.outputs[0]
 
 
 def _returns(view: View, value: ir.Value, b: Axis, h: Axis, s: Axis, d: Axis) -> Iterator[Exit]:
     axes = view.axes
-    heads, size = _count(h), _count(d)
     flat = tuple(factor for axis in axes for factor in axis)
     again = _same_reshape(value)
-    for rank, whole in ((3, (b, s, h + d)), (4, (b, h, s, d))):
+    for rank, time_major, whole in ((3, False, (b, s, h + d)), (4, False, (b, h, s, d)), (3, True, (s, b, h + d))):
         if axes == whole:
-            yield Exit(rank, 0, value, _as_it_is)
+            yield Exit(rank, time_major, 0, value, as_it_is)
         elif flat == tuple(factor for axis in whole for factor in axis) and again is not None:
-            yield Exit(rank, 1, value, again)
+            yield Exit(rank, time_major, 1, value, again)
         elif (perm := _permutation(whole, axes)) is not None:
-            yield Exit(rank, TRANSPOSE, value, _transpose(perm))
-    if axes == (s, h + d) and not b:
-        yield Exit(3, 1, value, _with_axes("Squeeze", 0))
-    if heads is not None and size is not None:
-        apart = _reshape(0, 0, heads, size)
-        perm = _permutation((b, s, h, d), axes)
-        if axes == (b, s, h, d):
-            yield Exit(3, 1, value, apart)
-        elif perm is not None:
-            turn = _transpose(perm)
-            yield Exit(3, TRANSPOSE + 1, value, lambda builder, y: turn(builder, apart(builder, y)))
+            yield Exit(rank, time_major, TRANSPOSE, value, _transpose(perm))
+        if rank == 3 and axes == (s, h + d) and not b:
+            yield Exit(rank, time_major, 1, value, _with_axes("Squeeze", int(time_major)))
+        if rank == 3:
+            yield from _heads_apart(axes, value, whole[:2], h, d, time_major)
+
+
+def _heads_apart(
+    axes: tuple[Axis, ...], value: ir.Value, outer: tuple[Axis, ...], h: Axis, d: Axis, time_major: bool
+) -> Iterator[Exit]:
+    heads, size = _count(h), _count(d)
+    if heads is None or size is None:
+        return
+    apart = reshape_to(0, 0, heads, size)
+    perm = _permutation((*outer, h, d), axes)
+    if axes == (*outer, h, d):
+        yield Exit(3, time_major, 1, value, apart)
+    elif perm is not None:
+        turn = _transpose(perm)
+        yield Exit(3, time_major, TRANSPOSE + 1, value, lambda builder, y: turn(builder, apart(builder, y)))
 
 
 def _count(axis: Axis) -> int | None:
@@ -254,7 +296,7 @@ def _permutation(axes: tuple[Axis, ...], wanted: tuple[Axis, ...]) -> tuple[int,
     return next((perm for perm in every if tuple(axes[index] for index in perm) == wanted), None)
 
 
-def _as_it_is(builder: Builder, value: ir.Value) -> ir.Value:
+def as_it_is(builder: Builder, value: ir.Value) -> ir.Value:
     return value
 
 
@@ -262,7 +304,7 @@ def _transpose(perm: Sequence[int]) -> Step:
     return lambda builder, value: builder.op("Transpose", value, perm=perm)
 
 
-def _reshape(*shape: int) -> Step:
+def reshape_to(*shape: int) -> Step:
     return lambda builder, value: builder.op("Reshape", value, builder.ints(shape))
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import onnx_ir as ir
 from flashonnx.export.facts import Facts
 from flashonnx.export.products import Product, Roles, relabel, roles_of
-from flashonnx.export.rules.arrange import Tensors, arrange
+from flashonnx.export.rules.arrange import arrange
 from flashonnx.export.rules.base import Fusion, Rewrite, Rule
-from flashonnx.export.rules.layouts import Operand
+from flashonnx.export.rules.layouts import Operand, Tensors
 from flashonnx.export.rules.mask_inputs import MaskBuilder, ScoreAxes, combined_bounds
 from flashonnx.export.rules.scores import RefusalError, Scores, Weights, read_scores, read_weights
 from flashonnx.export.sites import Candidate
@@ -56,7 +56,7 @@ class DecomposedAttention(Rule):
         assert dims is not None
         builder = fusion.builder(softmax)
         axes = ScoreAxes(first.labels, dims, roles, found.heads, found.key.sequence == found.value.sequence)
-        heads = found.head_attributes()
+        layout = found.layout_attributes()
         alike = (softmax.graph, scores.terms, axes, dtype, weights.guarded)
         mask = fusion.masks.get(alike)
         if mask is None:
@@ -67,7 +67,7 @@ class DecomposedAttention(Rule):
             "softcap": scores.softcap,
             "empty_row": mask.empty_row,
             **combined_bounds(mask.bounds),
-            **heads,
+            **layout,
         }
         made = fusion.attention(builder, [*found.inputs(builder), mask.value], attributes, found.rank)
         result = found.way_out.build(builder, made)
