@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from flashonnx.export.explanation import explain
 from flashonnx.export.fusion import fuse
 from flashonnx.export.report import Report, Site
 from flashonnx.export.unfusion import unfuse
@@ -11,7 +12,7 @@ from flashonnx.export.unfusion import unfuse
 if TYPE_CHECKING:
     from flashonnx.export.torch_export import export_onnx as export_onnx
 
-__all__ = ["Report", "Site", "export_onnx", "fuse", "unfuse"]
+__all__ = ["Report", "Site", "explain", "export_onnx", "fuse", "unfuse"]
 
 
 def __getattr__(name: str) -> Any:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+import shutil
 import tempfile
+from collections.abc import Iterator
 
 import onnx
 import onnx_ir as ir
 
 AnyModel = str | os.PathLike[str] | onnx.ModelProto | ir.Model
+
+_INLINE_LIMIT = 2**31 - 2**26  # bytes of weights: protobuf's 2 GB, less what the graph itself may take
 
 
 @dataclasses.dataclass
@@ -20,6 +24,7 @@ class Source:
     model: ir.Model
     original: onnx.ModelProto | ir.Model
     path: pathlib.Path | None = None
+    folder: pathlib.Path | None = None  # that external weights are relative to
 
     def result(self, changed: bool) -> onnx.ModelProto | ir.Model:
         """The model in the type in which it came; the original itself if nothing changed."""
@@ -42,12 +47,16 @@ def load(model: AnyModel) -> Source:
         TypeError: something else altogether.
     """
     if isinstance(model, ir.Model):
-        return Source(model.clone(), model)
+        copy = model.clone()
+        _check(copy, "the model")
+        return Source(copy, model)
     if isinstance(model, onnx.ModelProto):
         return Source(_checked(model, "the model"), model)
     if not isinstance(model, (str, os.PathLike)):
         raise TypeError(f"expected a path, an onnx.ModelProto or an onnx_ir.Model, got {type(model).__name__}")
     path = pathlib.Path(model)
+    if path.is_dir():
+        raise IsADirectoryError(f"expected an ONNX file, '{path}' is a folder")
     if not path.is_file():
         raise FileNotFoundError(f"no ONNX model at '{path}'")
     try:
@@ -62,10 +71,61 @@ def load(model: AnyModel) -> Source:
 def _checked(proto: onnx.ModelProto, what: str) -> ir.Model:
     if not proto.HasField("graph") or not proto.opset_import:
         raise ValueError(f"{what} is not an ONNX model: it has no graph or imports no opset")
+    newest = onnx.defs.onnx_opset_version()
+    for imported in proto.opset_import:
+        if imported.domain in ("", "ai.onnx") and not 1 <= imported.version <= newest:
+            raise ValueError(
+                f"{what} imports opset {imported.version}; the onnx package here knows 1 to {newest} (a newer one may "
+                "know it: pip install -U onnx)"
+            )
     try:
-        return ir.from_proto(proto)
+        model = ir.from_proto(proto)
     except Exception as error:
         raise ValueError(f"{what} is not a valid ONNX model: {_root(error)}") from error
+    _check(model, what)
+    return model
+
+
+def _check(model: ir.Model, what: str) -> None:
+    for holder in (model.graph, *model.functions.values()):
+        _check_graph(holder, (), f"{what} is not a valid ONNX model")
+
+
+def _check_graph(graph: ir.Graph | ir.Function, outer: tuple[set[ir.Value], ...], wrong: str) -> None:
+    """Every value that is read is made before, in this graph or one around it; sorts a graph that merely is not sorted.
+
+    Raises:
+        ValueError: something is read that nothing makes, or nodes wait for each other in a circle.
+    """
+    known = set(graph.inputs)
+    if isinstance(graph, ir.Graph):
+        known.update(graph.initializers.values())
+    scopes, later = (known, *outer), {value for node in graph for value in node.outputs}
+    is_sorted = True
+    for node in graph:
+        for value in node.inputs:
+            if value is None or not value.name or any(value in scope for scope in scopes):
+                continue
+            if value not in later:
+                raise ValueError(f"{wrong}: {node.op_type} '{node.name}' reads '{value.name}', which nothing makes")
+            is_sorted = False
+        for inner in (inner for attribute in node.attributes.values() for inner in _graphs(attribute)):
+            _check_graph(inner, scopes if is_sorted else (*scopes, later), wrong)
+        known.update(node.outputs)
+    for value in graph.outputs:
+        if not any(value in scope for scope in scopes):
+            raise ValueError(f"{wrong}: nothing makes its output '{value.name}'")
+    if not is_sorted:
+        try:
+            graph.sort()
+        except ValueError as error:
+            raise ValueError(f"{wrong}: there is a cycle in its graph '{graph.name}'") from error
+
+
+def _graphs(attribute: ir.Attr) -> list[ir.Graph]:
+    if attribute.type == ir.AttributeType.GRAPH:
+        return [attribute.as_graph()]
+    return list(attribute.as_graphs()) if attribute.type == ir.AttributeType.GRAPHS else []
 
 
 def _root(error: BaseException) -> BaseException:
@@ -75,48 +135,86 @@ def _root(error: BaseException) -> BaseException:
     return error
 
 
+def _weights(model: ir.Model) -> Iterator[ir.TensorProtocol]:
+    """Every initializer, those of subgraphs included."""
+    for graph in model.graphs():
+        yield from (value.const_value for value in graph.initializers.values() if value.const_value is not None)
+
+
 def _external(model: ir.Model) -> list[ir.ExternalTensor]:
-    return [
-        value.const_value
-        for value in model.graph.initializers.values()
-        if isinstance(value.const_value, ir.ExternalTensor)
-    ]
+    return [tensor for tensor in _weights(model) if isinstance(tensor, ir.ExternalTensor)]
 
 
 def _check_external_data(source: Source) -> None:
-    assert source.path is not None
-    folder = source.path.resolve().parent
-    ir.external_data.set_base_dir(source.model.graph, folder)
-    for tensor in _external(source.model):
-        if not pathlib.Path(tensor.path).is_file():
-            raise FileNotFoundError(f"'{source.path}' keeps weights in '{tensor.path}', which does not exist")
+    """External files are there and long enough; nothing of them is read.
 
-
-def save(source: Source, output: str | os.PathLike[str], changed: bool) -> None:
-    """Writes the model to `output`: a temporary file beside it first, then one rename.
-
-    Weights in external files stay in the file that they are in when `output` is beside it, else
-    they are written to "<output>.data".
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is shorter than what is said to be in it.
     """
-    target = pathlib.Path(output)
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"cannot write '{target}': there is no folder '{target.parent}'")
+    assert source.path is not None
+    sizes: dict[str, int] = {}
+    tensors = _external(source.model)
+    for folder in (
+        source.path.resolve().parent,
+        source.path.parent,
+    ):  # of a link's two places, the one with the weights
+        source.folder = folder
+        ir.external_data.set_base_dir(source.model.graph, folder)
+        if all(os.path.isfile(tensor.path) for tensor in tensors):
+            break
+    for tensor in tensors:
+        path = str(tensor.path)
+        if path not in sizes:
+            if not os.path.isfile(path):
+                raise FileNotFoundError(f"'{source.path}' keeps weights in '{path}', which does not exist")
+            sizes[path] = os.path.getsize(path)
+        end = (tensor.offset or 0) + (tensor.length if tensor.length is not None else tensor.nbytes)
+        if end > sizes[path]:
+            raise ValueError(
+                f"'{source.path}' keeps '{tensor.name}' in bytes up to {end} of '{path}', which has only {sizes[path]}"
+            )
+
+
+def check_output(path: str | os.PathLike[str]) -> None:
+    """Raises what would keep a file from being written there, before any work is done.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        IsADirectoryError: it is a folder itself.
+    """
+    target = pathlib.Path(path)
+    for folder in (target.parent, pathlib.Path(os.path.realpath(target)).parent):
+        if not folder.is_dir():
+            raise FileNotFoundError(f"cannot write '{target}': there is no folder '{folder}'")
     if target.is_dir():
         raise IsADirectoryError(f"cannot write '{target}': it is a folder")
+
+
+def save(source: Source, output: str | os.PathLike[str], result: onnx.ModelProto | ir.Model) -> None:
+    """Writes `result` to `output`: a temporary file beside it first, then one rename; a link stays one.
+
+    Weights in external files stay in the file that they are in when `output` is beside it, else they are written to
+    "<output>.data", as are those in memory that exceed protobuf's limit.
+    """
+    check_output(output)
+    target = pathlib.Path(output)
     model = source.model
+    changed = result is not source.original
     external = _external(model)
-    moves = external and (source.path is None or source.path.resolve().parent != target.resolve().parent)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
-        temporary = pathlib.Path(folder) / target.name
+    moves = bool(external) and (source.folder is None or source.folder.resolve() != target.parent.resolve())
+    inline = (tensor.nbytes for tensor in _weights(model) if not isinstance(tensor, ir.ExternalTensor))
+    moves = moves or sum(inline) > _INLINE_LIMIT
+    file = pathlib.Path(os.path.realpath(target))
+    with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{target.name}.") as folder:
+        temporary = pathlib.Path(folder) / file.name
         if moves:
             data = f"{target.name}.data"
             ir.save(model, temporary, external_data=data)
-            os.replace(pathlib.Path(folder) / data, target.parent / data)
+            shutil.move(pathlib.Path(folder) / data, target.parent / data)
         elif not changed and source.path is not None and not external:
-            temporary.write_bytes(source.path.read_bytes())
+            shutil.copyfile(source.path, temporary)
         else:
-            proto = source.original if not changed else ir.to_proto(model)
-            if isinstance(proto, ir.Model):
-                proto = ir.to_proto(proto)
+            proto = ir.to_proto(result) if isinstance(result, ir.Model) else result
             temporary.write_bytes(proto.SerializeToString())
-        os.replace(temporary, target)
+        os.replace(temporary, file)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import onnx
 import onnx_ir as ir
+from flashonnx.export import inlining, rules, schema
 from flashonnx.export import portable as portable_bodies
-from flashonnx.export import schema
-from flashonnx.export.files import load, save
+from flashonnx.export.files import check_output, load, save
+from flashonnx.export.matrices import matrix_of
 from flashonnx.export.report import Report, Site
-from flashonnx.export.rules import RULES, Fusion, RefusalError, Rewrite
-from flashonnx.export.sites import Candidate, find
+from flashonnx.export.rules import Fusion, RefusalError, Rewrite
+from flashonnx.export.sites import LOG_SOFTMAX, WRITTEN_OUT, Candidate, find
+from flashonnx.export.softmaxes import NotSoftmaxError, restore
 
 Model = onnx.ModelProto | ir.Model
 
@@ -40,25 +43,59 @@ def fuse(
         FileNotFoundError: there is no such file, or a weight file is missing.
         ValueError: the file is not a valid ONNX model.
     """
+    if output is not None:
+        check_output(output)
     source = load(model)
     report = fuse_ir(source.model, portable=portable)
     changed = any(site.fused for site in report.sites)
     result = source.result(changed)
     if output is not None:
-        save(source, output, changed)
+        save(source, output, result)
     return result, report
 
 
 def fuse_ir(model: ir.Model, *, portable: bool = True) -> Report:
-    """fuse() in place."""
+    """fuse() in place.
+
+    Calls of model-local functions are written out if more attention can be fused then, else the functions stay.
+    """
     schema.register_schema()
+    keys = inlining.concerned(model)
+    if not keys:
+        return _fuse(model, portable, {})
+    try:
+        copy, places = inlining.written_out(model, keys)
+    except ValueError as error:
+        report = _fuse(model, portable, {})
+        sites = (
+            dataclasses.replace(site, reason=str(error)) if _is_left_inside(site) else site for site in report.sites
+        )
+        return dataclasses.replace(report, sites=tuple(sites))
+    whole = _fuse(copy, portable, places)
+    if all(_is_left_inside(site) for site in whole.sites if site.is_inside_function):
+        report = _fuse(model, portable, {})
+        if whole.fused == report.fused:  # nothing gained; but there more is found, and it is known better why not
+            return dataclasses.replace(report, sites=whole.sites)
+    model.graph, model.ir_version = copy.graph, copy.ir_version
+    model.functions.clear()
+    model.functions.update(copy.functions)
+    return whole
+
+
+def _is_left_inside(site: Site) -> bool:
+    return site.is_inside_function and not site.fused
+
+
+def _fuse(model: ir.Model, portable: bool, places: Mapping[ir.Node, str]) -> Report:
+    """Fuses all but functions; `places` tells where nodes that were written out come from."""
     fusion = Fusion(model)
-    candidates = find(model, fusion.facts)
     fused: list[ir.Node] = []
     sites = []
-    for candidate in candidates:
+    for found in find(model, fusion.facts):
+        candidate = dataclasses.replace(found, where=found.where + places.get(found.node, ""))
+        matrix, chain = matrix_of(fusion.facts, candidate), [(n.op_type, n.name or "") for n in candidate.chain()]
         site, node = _one(fusion, candidate)
-        sites.append(site)
+        sites.append(dataclasses.replace(site, matrix=matrix, operators=tuple(chain)))
         if node is not None:
             fused.append(node)
     remove_unused(fusion.reducer.made[::-1])  # smaller masks of sites that were left in the end
@@ -68,7 +105,21 @@ def fuse_ir(model: ir.Model, *, portable: bool = True) -> Report:
 
 def _one(fusion: Fusion, candidate: Candidate) -> tuple[Site, ir.Node | None]:
     """Tries the rules on one site; it stays as it is unless a rule proves its replacement."""
+    if candidate.kind not in (WRITTEN_OUT, LOG_SOFTMAX):
+        return _by_rules(fusion, candidate)
+    try:
+        restored = restore(fusion.facts, fusion.names, candidate)
+    except NotSoftmaxError as error:
+        return Site(candidate.name, candidate.kind, False, f"the softmax is written out, and {error}"), None
+    site, node = _by_rules(fusion, restored.candidate)
+    if node is None:
+        restored.undo()
+    else:
+        remove_unused([candidate.node])
+    return dataclasses.replace(site, node=candidate.name, kind=candidate.kind), node
 
+
+def _by_rules(fusion: Fusion, candidate: Candidate) -> tuple[Site, ir.Node | None]:
     def left(reason: str) -> tuple[Site, None]:
         return Site(candidate.name, candidate.kind, False, reason), None
 
@@ -77,12 +128,12 @@ def _one(fusion: Fusion, candidate: Candidate) -> tuple[Site, ir.Node | None]:
             f"the model's opset {fusion.opset} is below {portable_bodies.MINIMUM_OPSET}; convert "
             "it with onnx.version_converter"
         )
-    rules = [rule for rule in RULES if candidate.kind in rule.kinds]
-    if not rules:
+    fitting = [rule for rule in rules.RULES if candidate.kind in rule.kinds]
+    if not fitting:
         return left(f"there is no rule for {candidate.kind} yet")
     name = candidate.name
     reasons = []
-    for rule in rules:
+    for rule in fitting:
         try:
             rewrite = rule.rewrite(fusion, candidate)
         except RefusalError as refusal:
@@ -154,8 +205,8 @@ def _attach(fusion: Fusion, fused: list[ir.Node], portable: bool) -> list[str]:
         for node in fused:
             try:
                 portable_bodies.attach(model, fusion.facts, node)
-            except ValueError as error:
-                notes.append(f"no portable body: {error}")
+            except Exception as error:  # the model is fused all the same
+                notes.append(f"no portable body: {error or type(error).__name__}")
     used = {node.op_identifier() for node in _all_nodes(model)}
     for identifier in [key for key in model.functions if key[0] == schema.DOMAIN and key not in used]:
         del model.functions[identifier]

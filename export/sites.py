@@ -20,6 +20,7 @@ _ON_THE_WAY = frozenset(
     ["Add", "Cast", "Clip", "Expand", "Identity", "Max", "Reciprocal", "Reshape", "Squeeze", "Sum", "Unsqueeze"]
 )
 _STEPS = 8
+_LONGEST_CHAIN = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,25 @@ class Candidate:
         """What the report calls it."""
         outputs = [value.name for value in self.node.outputs if value.name]
         return self.where + (self.node.name or (outputs[0] if outputs else self.node.op_type))
+
+    def chain(self) -> list[ir.Node]:
+        """The operators from the first product to the second, on the shortest way."""
+        if not self.products:
+            return [self.node]
+        first, second = self.products
+        came: dict[ir.Node, ir.Node] = {}
+        pending = [first]
+        for node in pending:
+            for user in (use.node for value in node.outputs for use in value.uses()):
+                if user not in came and len(came) < _LONGEST_CHAIN:
+                    came[user] = node
+                    pending.append(user)
+            if second in came:
+                chain = [second]
+                while chain[-1] is not first:
+                    chain.append(came[chain[-1]])
+                return chain[::-1]
+        return [first, self.node, second]  # through a subgraph
 
 
 class Finder:

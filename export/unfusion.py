@@ -9,7 +9,7 @@ import onnx_ir as ir
 from flashonnx.export import portable, schema
 from flashonnx.export.build import Names
 from flashonnx.export.facts import Facts
-from flashonnx.export.files import AnyModel, load, save
+from flashonnx.export.files import AnyModel, check_output, load, save
 from flashonnx.export.report import Report, Site
 
 
@@ -31,6 +31,8 @@ def unfuse(model: AnyModel, output: str | os.PathLike[str] | None = None) -> tup
         FileNotFoundError: there is no such file, or a weight file is missing.
         ValueError: the file is not a valid ONNX model.
     """
+    if output is not None:
+        check_output(output)
     schema.register_schema()
     source = load(model)
     facts, names = Facts(source.model), Names(source.model)
@@ -46,9 +48,10 @@ def unfuse(model: AnyModel, output: str | os.PathLike[str] | None = None) -> tup
         for holder in holders:
             holder.opset_imports.pop(schema.DOMAIN, None)
     changed = any(not site.fused for site in sites)
+    result = source.result(changed)
     if output is not None:
-        save(source, output, changed)
-    return source.result(changed), Report(tuple(sites), () if sites else ("there is no flashonnx node",))
+        save(source, output, result)
+    return result, Report(tuple(sites), () if sites else ("there is no flashonnx node",))
 
 
 def _is_fused(node: ir.Node) -> bool:

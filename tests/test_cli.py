@@ -100,7 +100,8 @@ def test_errors_are_one_line_and_exit_with_2(
 ) -> None:
     broken = tmp_path / "broken.onnx"
     broken.write_bytes(b"this is no model")
-    output = tmp_path / "out.onnx"
+    output, array = tmp_path / "out.onnx", tmp_path / "array.npy"
+    np.save(array, np.ones(3))
     for arguments, expected in (
         (("fuse", tmp_path / "missing.onnx", "-o", output), "missing.onnx"),
         (("fuse", broken, "-o", output), "not an ONNX model"),
@@ -108,13 +109,53 @@ def test_errors_are_one_line_and_exit_with_2(
         (("verify", plain, tmp_path / "missing.onnx"), "missing.onnx"),
         (("verify", plain, plain, "--dim", "batch"), "NAME=VALUE"),
         (("verify", plain, plain, "--dim", "nothing=3"), "no input has a dimension 'nothing'"),
+        (("verify", plain, plain, "--inputs", array), "holds one array without a name"),
+        (("verify", plain, plain, "--inputs", broken), "is expected to be an .npz file"),
+        (("verify", plain, plain, "--inputs", tmp_path / "missing.npz"), "missing.npz"),
+        (("fuse", plain, "-o", output, "--json", tmp_path / "none" / "report.json"), "there is no folder"),
+        (("fuse", plain, "-o", output, "--html", tmp_path / "none" / "report.html"), "there is no folder"),
+        (("fuse", plain, "-o", output, "--html", tmp_path), "it is a folder"),
+        (("fuse", plain, "-o", output, "--json", output), "both the model and a report"),
+        (("fuse", plain, "-o", output, "--explain", "probabilitys"), "did you mean 'probabilities'?"),
+        (("fuse", plain), "--output"),
     ):
         code, said = run(capsys, monkeypatch, *arguments)
         assert code == 2 and expected in said, said
         assert said.startswith("flashonnx: ") and said.count("\n") == 1, said
     assert not output.exists()
-    code, said = run(capsys, monkeypatch, "fuse", plain)
-    assert code == 2 and "--output" in said
+
+
+def test_explain(
+    plain: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Any node of an attention, and one of none; a file is written only if asked for."""
+    lengths = ("--dim", "batch=2", "--dim", "sequence=100")
+    for name in ("probabilities", "product", "scaling", "P"):
+        code, said = run(capsys, monkeypatch, "fuse", plain, "--explain", name, *lengths)
+        assert code == 0
+        assert said.startswith("probabilities: Softmax, fused\n")
+        for words in (
+            "MatMul 'product' > Mul 'scaling' > Softmax 'probabilities' > MatMul 'mean'",
+            "batch × 4 × sequence × sequence",
+            "320 kB at batch=2, sequence=100",
+            "FlashAttention(4-D, scale=0.25)",
+        ):
+            assert words in said
+    code, said = run(capsys, monkeypatch, "fuse", plain, "--explain", "transpose")
+    assert code == 0 and said.startswith("Transpose 'transpose' is part of no attention: ")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plain.onnx"]
+    code, said = run(capsys, monkeypatch, "fuse", plain, "-o", plain, "--explain", "probabilities")
+    assert code == 0 and said.startswith("probabilities: Softmax, fused")
+    assert [node.op_type for node in onnx.load(plain).graph.node] == ["FlashAttention"]
+
+
+def test_reports_without_a_model(
+    plain: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    code, said = run(capsys, monkeypatch, "fuse", plain, "--json", tmp_path / "r.json", "--dim", "sequence=10")
+    assert code == 0 and "1.6 kB of queries by keys no longer formed (at batch=1, sequence=10)" in said
+    assert json.loads((tmp_path / "r.json").read_text())["bytes_saved"] == 4 * 10 * 10 * 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plain.onnx", "r.json"]
 
 
 def test_info(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -289,3 +289,45 @@ def test_generated_inputs() -> None:
     odd = [InputSpec("x", np.dtype("float32"), ("floor(a/b)",))]
     with pytest.raises(ValueError, match=r"input 'x' has a dimension 'floor.*pass inputs"):
         list(generate(odd, None))
+
+
+def test_agreement_on_nothing_is_none() -> None:
+    """No outputs; only NaN; only rows before the first token: there is no verdict on these."""
+    empty = plain()
+    del empty.graph.output[:]
+    with pytest.raises(ValueError, match="have no outputs"):
+        flashonnx.verify(empty, empty)
+    feeds = {name: np.full((1, 4, 3, DIM), np.nan, np.float32) for name in "QKV"}
+    with pytest.raises(ValueError, match="no number was compared"):
+        flashonnx.verify(plain(), fused(), feeds)
+    copied = model([helper.make_node("Identity", ["Q"], ["Y"])], mask=(TensorProto.INT64, ("batch", 4)))
+    feeds = {name: np.ones((1, 4, 3, DIM), np.float32) for name in "QKV"} | {
+        "attention_mask": np.zeros((1, 4), np.int64)
+    }
+    with pytest.raises(ValueError, match="before the first token in every case"):
+        flashonnx.verify(copied, copied, feeds)
+    assert flashonnx.verify(copied, copied, feeds | {"attention_mask": np.ones((1, 4), np.int64)}).ok
+
+
+def test_an_output_that_is_never_compared_is_named() -> None:
+    nodes = [helper.make_node("Identity", ["Q"], ["Y"]), helper.make_node("Log", ["K"], ["Z"])]
+    both = model(nodes, outputs={"Y": (TensorProto.FLOAT, SHAPE), "Z": (TensorProto.FLOAT, SHAPE)})
+    feeds = {name: np.full((1, 4, 3, DIM), -1.0, np.float32) for name in "QKV"}
+    verdict = flashonnx.verify(both, both, feeds)
+    assert verdict.ok and verdict.notes == ["nothing of output 'Z' was compared"]
+    assert [output.compared for output in verdict.outputs] == [4 * 3 * DIM, 0]
+
+
+def test_nodes_in_subgraphs_run_with_the_library() -> None:
+    """A branch that holds a FlashAttention without a body."""
+    shape = ["batch", 4, "sequence", DIM]
+    branches = {
+        f"{name}_branch": helper.make_graph(
+            [helper.make_node("FlashAttention", list("QKV"), [f"{name}_y"], domain="flashonnx", **attributes)],
+            name, [], [helper.make_tensor_value_info(f"{name}_y", TensorProto.FLOAT, shape)],
+        )
+        for name, attributes in (("then", {}), ("else", {"scale": 0.25}))
+    }  # fmt: skip
+    nodes = [helper.make_node("If", ["on"], ["Y"], **branches)]
+    assert flashonnx.verify(plain(), model(nodes, {"on": True})).ok
+    assert not flashonnx.verify(plain(scale=0.26), model(nodes, {"on": False})).ok

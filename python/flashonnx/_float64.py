@@ -153,3 +153,36 @@ def _subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
         if attribute.HasField("g"):
             yield attribute.g
         yield from attribute.graphs
+
+
+def without_bfloat16_doors(model: onnx.ModelProto) -> onnx.ModelProto:
+    """`model` with float32 instead of bfloat16 inputs and outputs, which NumPy does not know, and casts beside them."""
+    import onnx
+    from onnx import TensorProto, helper
+
+    initializers = {tensor.name for tensor in model.graph.initializer}
+    doors = [
+        v for v in (*model.graph.input, *model.graph.output) if v.type.tensor_type.elem_type == TensorProto.BFLOAT16
+    ]
+    if not doors:
+        return model
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    graph = copy.graph
+    before: list[onnx.NodeProto] = []
+    after: list[onnx.NodeProto] = []
+    for values, casts, to in ((graph.input, before, TensorProto.BFLOAT16), (graph.output, after, TensorProto.FLOAT)):
+        for value in values:
+            if value.type.tensor_type.elem_type != TensorProto.BFLOAT16 or value.name in initializers:
+                continue
+            inner = f"{value.name}/bfloat16"
+            for node in graph.node:
+                for names in (node.input, node.output):
+                    names[:] = [inner if name == value.name else name for name in names]
+            ends = (value.name, inner) if to == TensorProto.BFLOAT16 else (inner, value.name)
+            casts.append(helper.make_node("Cast", [ends[0]], [ends[1]], to=to))
+            value.type.tensor_type.elem_type = TensorProto.FLOAT
+    nodes = [*before, *graph.node, *after]
+    del graph.node[:]
+    graph.node.extend(nodes)
+    return copy

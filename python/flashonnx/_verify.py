@@ -15,12 +15,13 @@ the verdict says so.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from flashonnx._float64 import without_bfloat16_doors
 from flashonnx._inputs import Array, Feeds, generate, input_specs
 from flashonnx._library import LibraryError
 
@@ -52,6 +53,7 @@ class OutputError:
         allowed: the bound on `error`.
         worst: (case, index) of the largest error.
         special: why special values or integers do not coincide; empty if they do.
+        compared: how many numbers were: those that are finite in the fused model and in truth.
     """
 
     name: str
@@ -63,6 +65,7 @@ class OutputError:
     floor: float = 0.0
     worst: tuple[int, tuple[int, ...]] = (0, ())
     special: str = ""
+    compared: int = 0
 
     @property
     def allowed(self) -> float:
@@ -136,7 +139,9 @@ def verify(
     _same_names("output", original.outputs, fused.outputs)
     verdict = Verdict(True, [])
     cases = _cases(original, inputs, dims, verdict)
-    if original.outputs and not any(np.asarray(x).size for _, _, outputs in cases for x in outputs):
+    if not original.outputs:
+        raise ValueError("verify: the models have no outputs, so nothing would be compared")
+    if not any(np.asarray(x).size for _, _, outputs in cases for x in outputs):
         raise ValueError("verify: all outputs are empty in every case, so nothing would be compared: choose other dims")
     session = fused.open()
     results = [fused.run(session, feeds) for _, feeds, _ in cases]
@@ -155,7 +160,14 @@ def verify(
                 entry = table.setdefault((name, rows), OutputError(name, rows))
                 _measure(entry, i, where, *values)
     verdict.outputs = list(table.values())
-    verdict.ok = all(entry.ok for entry in verdict.outputs if entry.rows == "all")
+    judged = [entry for entry in verdict.outputs if entry.rows == "all"]
+    verdict.ok = all(entry.ok for entry in judged)
+    if verdict.ok and not any(entry.compared for entry in judged):
+        raise ValueError(
+            "verify: no number was compared: every one is NaN, infinite or before the first token in every case, so "
+            "pass other inputs"
+        )
+    verdict.notes += [f"nothing of output '{entry.name}' was compared" for entry in judged if not entry.compared]
     return verdict
 
 
@@ -173,7 +185,7 @@ class _Candidate:
         self.specs = input_specs(proto)
         self.inputs = [spec.name for spec in self.specs]
         self.outputs = [output.name for output in proto.graph.output]
-        self.proto = _without_bfloat16_doors(proto)
+        self.proto = without_bfloat16_doors(proto)
         self._source = os.fspath(source) if self.proto is proto and isinstance(source, (str, os.PathLike)) else None
         self._providers = providers
 
@@ -188,7 +200,8 @@ class _Candidate:
         if not optimised:
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         source = self._source or self.proto.SerializeToString()
-        if any(node.domain == "flashonnx" for node in self.proto.graph.node):
+        bodies = [function.node for function in self.proto.functions if function.domain != "flashonnx"]
+        if any(_attends(nodes) for nodes in (self.proto.graph.node, *bodies)):
             return session(source, self._providers, options)
         return onnxruntime.InferenceSession(source, options, providers=self._providers or default_providers())
 
@@ -253,36 +266,12 @@ def _line(error: Exception) -> str:
     return (text[0] if text else type(error).__name__)[:200]
 
 
-def _without_bfloat16_doors(model: onnx.ModelProto) -> onnx.ModelProto:
-    import onnx
-    from onnx import TensorProto, helper
-
-    initializers = {tensor.name for tensor in model.graph.initializer}
-    doors = [
-        v for v in (*model.graph.input, *model.graph.output) if v.type.tensor_type.elem_type == TensorProto.BFLOAT16
-    ]
-    if not doors:
-        return model
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
-    graph = copy.graph
-    before: list[onnx.NodeProto] = []
-    after: list[onnx.NodeProto] = []
-    for values, casts, to in ((graph.input, before, TensorProto.BFLOAT16), (graph.output, after, TensorProto.FLOAT)):
-        for value in values:
-            if value.type.tensor_type.elem_type != TensorProto.BFLOAT16 or value.name in initializers:
-                continue
-            inner = f"{value.name}/bfloat16"
-            for node in graph.node:
-                for names in (node.input, node.output):
-                    names[:] = [inner if name == value.name else name for name in names]
-            ends = (value.name, inner) if to == TensorProto.BFLOAT16 else (inner, value.name)
-            casts.append(helper.make_node("Cast", [ends[0]], [ends[1]], to=to))
-            value.type.tensor_type.elem_type = TensorProto.FLOAT
-    nodes = [*before, *graph.node, *after]
-    del graph.node[:]
-    graph.node.extend(nodes)
-    return copy
+def _attends(nodes: Iterable[onnx.NodeProto]) -> bool:
+    """Whether a node, also one in a subgraph, is flashonnx's."""
+    return any(
+        node.domain == "flashonnx" or any(_attends(g.node) for a in node.attribute for g in (a.g, *a.graphs))
+        for node in nodes
+    )
 
 
 def _same_names(kind: str, original: list[str], fused: list[str]) -> None:
@@ -364,6 +353,7 @@ def _measure(
             f"verify: output '{entry.name}' is {fused.dtype} in the fused model, {original.dtype} in the original"
         )
     if fused.dtype.name not in _FLOOR:
+        entry.compared += int(where.sum())
         wrong = where & (fused != original)
         if wrong.any():
             entry.special = (
@@ -379,6 +369,7 @@ def _measure(
         if wrong.any() and not entry.special:
             entry.special = f"{kind} out of place, {wrong.sum()} times, first {_at(wrong, fused, original, case)}"
     finite = where & np.isfinite(fused) & np.isfinite(truth)
+    entry.compared += int(finite.sum())
 
     def distance(x: Array, y: Array) -> Array:
         with np.errstate(invalid="ignore"):

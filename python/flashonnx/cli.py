@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,16 +26,34 @@ Dim = Annotated[
 @app.command()
 def fuse(
     model: Input,
-    output: Output,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="ONNX file to write.")] = None,
     portable: Annotated[bool, typer.Option(help="Add function bodies for runtimes without the library.")] = True,
     json: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write the report as a page.")] = None,
+    explain: Annotated[
+        str | None, typer.Option(metavar="NODE", help="Say all about the attention that this node is part of.")
+    ] = None,
+    dim: Annotated[
+        list[str] | None, typer.Option("--dim", help="Length that bytes are told for, NAME=VALUE; may be repeated.")
+    ] = None,
 ) -> None:
     """Replace the attention of an ONNX model by flashonnx::FlashAttention and say what was done, site by site."""
     import flashonnx
 
+    if output is None and explain is None and json is None and html is None:
+        raise ValueError("fuse: --output is missing: the file to write (or ask for --explain, --json or --html alone)")
+    _check_reports(output, json, html)
+    lengths = _dims(dim) or {}
+    if explain is not None:  # before anything is written, perhaps over the model
+        from flashonnx.export import explain as explained
+
+        _say(explained(model, flashonnx.fuse(model)[1].at(lengths), explain))
+        if output is None and json is None and html is None:
+            return
     _, report = flashonnx.fuse(model, output, portable=portable)
-    _say(str(report))
+    report = report.at(lengths)
+    if explain is None:
+        _say(report)
     if json is not None:
         json.write_text(report.to_json())
     if html is not None:
@@ -63,11 +82,9 @@ def verify(
     ] = None,
 ) -> None:
     """Run both models on the same inputs and judge the difference by the original's own rounding error."""
-    import numpy as np
-
     import flashonnx
 
-    feeds = None if inputs is None else dict(np.load(inputs))
+    feeds = None if inputs is None else _inputs(inputs)
     verdict = flashonnx.verify(original, fused, feeds, dims=_dims(dim))
     _say(str(verdict))
     if not verdict.ok:
@@ -102,8 +119,33 @@ def main() -> None:
         sys.exit(2)
 
 
-def _say(text: str) -> None:
+def _say(text: Any) -> None:
     Console(soft_wrap=True).print(text, markup=False, highlight=False)
+
+
+def _check_reports(output: Path | None, *reports: Path | None) -> None:
+    """Reports can be written: said before the model is, so that nothing is half done."""
+    from flashonnx.export.files import check_output
+
+    for path in reports:
+        if path is not None:
+            check_output(path)
+            if output is not None and path.absolute() == output.absolute():
+                raise ValueError(f"fuse: '{path}' cannot be both the model and a report")
+
+
+def _inputs(path: Path) -> dict[str, Any]:
+    import numpy as np
+
+    expected = f"--inputs is expected to be an .npz file, as numpy.savez(path, **inputs) writes it; '{path}'"
+    try:
+        arrays = np.load(path)
+        if isinstance(arrays, np.lib.npyio.NpzFile):
+            with arrays:
+                return dict(arrays)
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{expected} is none: {error}") from error
+    raise ValueError(f"{expected} holds one array without a name")
 
 
 def _dims(pairs: list[str] | None) -> dict[str, int] | None:

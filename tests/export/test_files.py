@@ -110,6 +110,39 @@ def test_missing_weights(model: onnx.ModelProto, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["model.onnx"]
 
 
+def test_weights_that_are_cut_short(model: onnx.ModelProto, tmp_path: Path) -> None:
+    path = external(model, tmp_path)
+    weights = (tmp_path / "weights.bin").read_bytes()
+    (tmp_path / "weights.bin").write_bytes(weights[:-1])
+    with pytest.raises(ValueError, match=f"'w' in bytes up to {len(weights)} of .*which has only {len(weights) - 1}"):
+        fuse(path, tmp_path / "fused.onnx")
+    assert sorted(os.listdir(tmp_path)) == ["model.onnx", "weights.bin"]
+
+
+def test_links(model: onnx.ModelProto, tmp_path: Path) -> None:
+    """A link that is written to stays one; weights are found beside a link and beside what it points to."""
+    for name in ("files", "links"):
+        (tmp_path / name).mkdir()
+    path = external(model, tmp_path / "files")
+    link, weights = tmp_path / "links" / "model.onnx", tmp_path / "links" / "weights.bin"
+    link.symlink_to(path)
+    assert fuse(link)[1].fused == 1
+    (tmp_path / "files" / "weights.bin").rename(weights)
+    fuse(link, link)
+    assert link.is_symlink()
+    assert not path.is_symlink()
+    assert sorted(os.listdir(tmp_path / "links")) == ["model.onnx", "weights.bin"]
+    assert os.listdir(tmp_path / "files") == ["model.onnx"]
+    inputs = random_inputs(model, {"b": 2, "s": 5})
+    fused = onnx.load(link)
+    assert len(nodes(fused)) == 1
+    np.testing.assert_allclose(run(fused, inputs)[0], run(model, inputs)[0], atol=1e-5)
+    link.unlink()
+    link.symlink_to(tmp_path / "nowhere" / "model.onnx")
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        fuse(model, link)
+
+
 def test_nothing_to_fuse(tmp_path: Path) -> None:
     """The bytes are the same, and the report says so."""
     path, output = tmp_path / "model.onnx", tmp_path / "same.onnx"
@@ -165,25 +198,74 @@ def test_a_failing_write_leaves_nothing(
     assert os.listdir(tmp_path) == ["fused.onnx"]
 
 
-def test_invalid_graphs() -> None:
-    """A value that nobody makes; two values of one name."""
-    graph = helper.make_graph([helper.make_node("Relu", ["absent"], ["y"])], "g", [], [])
-    result, report = fuse(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)]))
-    assert report.total == 0
-    assert result is not None
-    twice = [helper.make_node("Relu", ["x"], ["y"]), helper.make_node("Neg", ["x"], ["y"])]
-    double = helper.make_model(helper.make_graph(twice, "g", [], []), opset_imports=[helper.make_opsetid("", 18)])
-    with pytest.raises(ValueError, match="not a valid ONNX model: Output 'y'"):
-        fuse(double)
+@pytest.mark.parametrize(
+    ("nodes", "outputs", "words"),
+    [
+        ([("Relu", "absent", "y")], "y", "Relu 'node' reads 'absent', which nothing makes"),
+        ([("Relu", "x", "y")], "z", "Output.*'z'|nothing makes its output 'z'"),
+        ([("Relu", "x", "y"), ("Neg", "x", "y")], "y", "Output 'y'"),
+        ([("Add", "x b", "a"), ("Neg", "a", "b"), ("Relu", "b", "y")], "y", "there is a cycle in its graph 'g'"),
+    ],
+)
+def test_invalid_graphs(nodes: list[tuple[str, str, str]], outputs: str, words: str, tmp_path: Path) -> None:
+    """What nothing makes, two values of one name, a circle: one error, whatever way the model comes in, and no file."""
+    made = [helper.make_node(op, inputs.split(), [output], name="node") for op, inputs, output in nodes]
+    values = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2]) for name in ("x", outputs)]
+    graph = helper.make_graph(made, "g", values[:1], values[1:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)])
+    path = tmp_path / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    for function in (fuse, unfuse):
+        for given in (model, path):
+            with pytest.raises(ValueError, match=f"not a valid ONNX model: .*({words})"):
+                function(given, tmp_path / "out.onnx")
+    assert os.listdir(tmp_path) == ["model.onnx"]
+    assert path.read_bytes() == model.SerializeToString()
+
+
+def test_no_graph() -> None:
     with pytest.raises(ValueError, match="no graph or imports no opset"):
         fuse(onnx.ModelProto())
+
+
+def test_invalid_subgraphs_and_functions() -> None:
+    branch = (
+        "then_branch = t () => (float[n] a) { a = Relu(REPLACED) }, else_branch = e () => (float[n] b) { b = Neg(x) }"
+    )
+    good = f"""<ir_version: 10, opset_import: ["" : 18, "own" : 1]>
+        graph (float[n] x, bool c) => (float[n] y, float[n] z) {{ y = If (c) <{branch}> z = own.f(x) }}
+        <domain: "own", opset_import: ["" : 18]> f (i) => (o) {{ h = Relu(i) o = Neg(h) }}"""
+    model = onnx.parser.parse_model(good.replace("REPLACED", "x"))
+    assert fuse(model)[0] is model
+    with pytest.raises(ValueError, match="reads 'nowhere'"):
+        fuse(onnx.parser.parse_model(good.replace("REPLACED", "nowhere")))
+    model.functions[0].node[1].input[0] = "gone"
+    with pytest.raises(ValueError, match="reads 'gone'"):
+        fuse(model)
+
+
+def test_nodes_out_of_order(model: onnx.ModelProto) -> None:
+    """What can be sorted is no error."""
+    nodes_ = list(model.graph.node)[::-1]
+    del model.graph.node[:]
+    model.graph.node.extend(nodes_)
+    fused, report = fuse(model)
+    assert report.fused == 1
+    onnx.checker.check_model(fused, full_check=True)
+
+
+@pytest.mark.parametrize("version", [0, -3, 99, 2**40])
+def test_unknown_opset(model: onnx.ModelProto, version: int) -> None:
+    model.opset_import[0].version = version
+    for function in (fuse, unfuse):
+        with pytest.raises(ValueError, match=rf"imports opset {version}; the onnx package here knows 1 to \d+"):
+            function(model)
 
 
 @pytest.mark.parametrize(
     "damage",
     [
         lambda node: node.ClearField("input"),
-        lambda node: node.ClearField("output"),
         lambda node: node.attribute[0].CopyFrom(helper.make_attribute("perm", [0, 1, 9, 2])),
         lambda node: node.attribute[0].CopyFrom(helper.make_attribute("perm", [2**62] * 4)),
         lambda node: node.attribute[0].CopyFrom(helper.make_attribute("perm", "none")),

@@ -5,11 +5,18 @@ from __future__ import annotations
 import html.parser
 import json
 
-from flashonnx.export import Report, Site, fuse
+import pytest
+from flashonnx.export import Report, Site, explain, fuse
+from flashonnx.export.dims import Dim
+from flashonnx.export.matrices import Matrix
 from models import parse
 
+PLAIN = "kt = Transpose<perm=[0,1,3,2]>(k) scores = MatMul(q, kt) p = Softmax<axis=-1>(scores) y = MatMul(p, v)"
+
+CHAIN = (("MatMul", "scores"), ("Softmax", "node_softmax"), ("MatMul", "mean"))
+MATRIX = Matrix((Dim.atom("batch"), Dim.of(12), Dim.atom("sequence"), Dim.parse("past + sequence")), 2)
 SITES = (
-    Site("node_softmax", "Softmax", True, "", "FlashAttention(3-D, scale=0.125)"),
+    Site("node_softmax", "Softmax", True, "", "FlashAttention(3-D, scale=0.125)", MATRIX, CHAIN),
     Site("node_<odd>", "Attention", False, "qk_matmul_output ('p & q') is used; remove that output"),
 )
 
@@ -33,10 +40,96 @@ def test_json() -> None:
     assert content["sites"][1] == {
         "node": "node_<odd>",
         "kind": "Attention",
+        "operators": [],
         "fused": False,
         "reason": "qk_matmul_output ('p & q') is used; remove that output",
         "became": "",
+        "scores": None,
+        "bytes": None,
     }
+    assert content["sites"][0]["scores"] == ["batch", 12, "sequence", "sequence + past"]
+    assert content["sites"][0]["operators"] == [list(operator) for operator in CHAIN]
+
+
+def test_bytes() -> None:
+    """At given lengths, else at 1 for the first dimension and 1024 for others."""
+    report = Report(SITES)
+    assert report.lengths == {"batch": 1, "sequence": 1024, "past": 1024}
+    assert report.bytes(fused=True) == 12 * 1024 * 2048 * 2
+    assert report.bytes(fused=False) == 0
+    content = json.loads(report.at({"batch": 3, "sequence": 10, "past": 0}).to_json())
+    assert content["lengths"] == {"batch": 3, "sequence": 10, "past": 0}
+    assert content["bytes_saved"] == content["sites"][0]["bytes"] == 3 * 12 * 10 * 10 * 2
+    assert "7.2 kB of queries by keys no longer formed (at batch=3, past=0, sequence=10)" in str(
+        report.at({"batch": 3, "sequence": 10, "past": 0})
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "inputs", "scores", "size"),
+    [
+        (PLAIN, "float16[b,2,s,8] q, float16[b,2,t,8] k, float16[b,2,t,8] v", ["b", 2, "s", "t"], 2 * 7 * 9 * 2),
+        (PLAIN, "float[4,2,5,8] q, float[4,2,6,8] k, float[4,2,6,8] v", [4, 2, 5, 6], 4 * 2 * 5 * 6 * 4),
+        (
+            "y = Attention(q, k, v)",
+            "float[b,2,s,8] q, float[b,2,t,8] k, float[b,2,t,8] v",
+            ["b", 2, "s", "t"],
+            1008 // 2,
+        ),
+        (
+            "y = Attention<q_num_heads=4, kv_num_heads=2>(q, k, v)",
+            "float[b,s,32] q, float[b,t,16] k, float[b,t,16] v",
+            ["b", 4, "s", "t"],
+            1008,
+        ),
+        (
+            "y, pk, pv = Attention(q, k, v, , k, v)",
+            "float[b,2,s,8] q, float[b,2,t,8] k, float[b,2,t,8] v",
+            ["b", 2, "s", "2*t"],
+            1008,
+        ),
+    ],
+)
+def test_sizes_of_scores(body: str, inputs: str, scores: list[int | str], size: int) -> None:
+    """Those of the model, for operators that do not show them too."""
+    model = parse(body, inputs, "float y", opset=23)
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    _, report = fuse(model)
+    assert report.total == 1
+    site = json.loads(report.at({"b": 1, "s": 7, "t": 9}).to_json())["sites"][0]
+    assert (site["scores"], site["bytes"]) == (scores, size)
+
+
+def test_explain() -> None:
+    report = Report(SITES)
+    for name in ("scores", "mean", "node_softmax"):
+        assert report.explain(name).startswith("node_softmax: Softmax, fused\n")
+    assert "why not    qk_matmul_output" in report.explain("node_<odd>")
+    assert report.explain("") == report.explain("elsewhere") == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("head", "goes into no product"),
+        ("first", "derives from no product"),
+        ("kt", "is part of no attention"),
+        ("p", "Softmax, fused"),
+    ],
+)
+def test_explain_what_is_no_attention(name: str, words: str) -> None:
+    body = f"first = Softmax(x) q = Relu(first) {PLAIN} head = Softmax(y)"
+    inputs = "float[b,2,s,8] x, float[b,2,s,8] k, float[b,2,s,8] v"
+    model = parse(body, inputs, "float[b,2,s,8] head")
+    _, report = fuse(model)
+    assert words in explain(model, report, name)
+    with pytest.raises(ValueError, match="no node 'firts'; did you mean 'first'"):
+        explain(model, report, "firts")
+
+
+def test_colours() -> None:
+    """The same words as the plain text."""
+    assert Report(SITES, ("a note",)).__rich__().plain == str(Report(SITES, ("a note",)))
 
 
 def test_html() -> None:
@@ -56,16 +149,20 @@ def test_html() -> None:
                 self.rows[-1].append("")
 
         def handle_data(self, data: str) -> None:
-            if self.rows and self.rows[-1] and self.lasttag == "td":
+            if self.rows and self.rows[-1]:
                 self.rows[-1][-1] += data
 
     page = Report(SITES).to_html()
     reader = Reader()
     reader.feed(page)
     cells = [[cell.strip() for cell in row] for row in reader.rows if row]
-    assert cells[0] == ["fused", "node_softmax", "Softmax", "FlashAttention(3-D, scale=0.125)", ""]
-    assert cells[1][1:] == ["node_<odd>", "Attention", "", SITES[1].reason]
+    assert cells[0][:2] == ["fused", "node_softmax"]
+    assert cells[0][2:4] == ["SoftmaxMatMul → Softmax → MatMul", "FlashAttention(3-D, scale=0.125)"]
+    assert cells[0][4] == "batch × 12 × sequence × sequence + past50.3 MB"
+    assert cells[1] == ["left", "node_<odd>", "Attention", SITES[1].reason, "–"]
     assert not {"script", "link", "img"} & reader.tags
+    assert "url(" not in page
+    assert Report().summary in Report().to_html()
 
 
 def test_every_reason_speaks() -> None:

@@ -235,8 +235,7 @@ def test_products_of_other_domains(own: int) -> None:
         <domain: "own", opset_import: ["" : 18]> MatMul (a, b) => (c) {{ d = MatMul(a, b) c = Neg(d) }}
     """)
     model.graph.value_info.append(helper.make_tensor_value_info("scores", onnx.TensorProto.FLOAT, ["b", 2, "s", "s"]))
-    fused, report = fuse(model)
-    assert fused is model, str(report)
+    fuse_and_check(model, *SIZES, fused=own, total=1)
 
 
 def test_probabilities_used_inside() -> None:
@@ -362,19 +361,6 @@ def test_in_a_subgraph() -> None:
     assert "If" in report.sites[0].node
     assert "FlashAttention" in str(fused.graph.node[0])
     assert {o.domain for o in fused.opset_import} == {"", "flashonnx"}
-
-
-def test_in_a_function() -> None:
-    """A model-local function whose body says its shapes only at its calls: listed, with its reason."""
-    text = f"""<ir_version: 10, opset_import: ["" : 18, "mine" : 1]>
-        graph ({QKV}) => ({Y}) {{ y = mine.attend(q, k, v) }}
-        <domain: "mine", opset_import: ["" : 18]> attend (q, k, v) => (y) {{ {PLAIN} }}"""
-    model = onnx.parser.parse_model(text)
-    result, report = fuse(model)
-    assert result is model
-    (site,) = report.sites
-    assert site.node.startswith("function mine::attend / ")
-    assert "rank" in site.reason
 
 
 @pytest.mark.parametrize("op_type", ["MultiHeadAttention", "Attention", "GroupQueryAttention"])
