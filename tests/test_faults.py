@@ -1,7 +1,8 @@
 """Every public fault of attention operators that is known to us, and the tests of its whole kind.
 
 The table names cases of `cases.py`, by patterns: each of these runs through the seam (`test_kernels.py::test_case`) and
-through ONNX Runtime (`test_ort.py::test_case`), on the CPU and on CUDA. Where a case cannot say it, tests are named.
+through ONNX Runtime (`test_ort.py::test_case`), on the CPU and on CUDA, and through TensorRT's plugin
+(`test_tensorrt*.py`, which take all of them). Where a case cannot say it, tests are named.
 """
 
 from __future__ import annotations
@@ -62,20 +63,33 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "test_ort.py::test_two_sessions_on_two_threads",
     ),
     "register-twice": ("test_library.py::test_register_twice", "test_library.py::test_register_then_again_by_hand"),
-    "old-runtime": ("test_library.py::test_old_runtime",),
+    "old-runtime": ("test_library.py::test_old_runtime", "test_tensorrt_register.py::test_old_tensorrt"),
     "optional-hole": (
         "lengths-*", "sinks-*", "test_ort.py::test_each_subset_of_outputs", "test_ort.py::test_dynamic_shapes",
+        "test_tensorrt_prepare.py::test_holes_are_closed", "test_tensorrt.py::test_every_case_is_parsed",
     ),
     "wrong-library": (
         "test_library.py::test_missing", "test_library.py::test_not_a_library", "test_library.py::test_wrong_header",
         "test_library.py::test_unloadable", "test_library.py::test_other_library",
+        "test_tensorrt_register.py::test_missing_library",
+        "test_tensorrt_register.py::test_library_without_the_adapter",
+    ),
+    "trt-already-registered": (
+        "test_tensorrt.py::test_registration_happens_once", "test_tensorrt.py::test_polygraphy_opens_autoload",
+        "test_tensorrt_register.py::test_lean_runtime",
+    ),
+    "trt-attribute-int64": (
+        "test_tensorrt_prepare.py::test_wide_windows_become_the_widest",
+        "test_tensorrt_prepare.py::test_attributes_that_tensorrt_would_mangle_are_refused",
     ),
     "second-device": ("test_kernels.py::test_second_device", "test_ort.py::test_second_device"),
 }  # fmt: skip
 # Faults that only some ways or devices can meet.
 ONLY_SEAM = {"batch-mates"}
 ONLY_ORT = {"default-stream", "register-twice", "old-runtime", "wrong-library"}
-ONLY_CPU = {"register-twice", "old-runtime", "wrong-library"}
+ONLY_TENSORRT = {"trt-already-registered", "trt-attribute-int64"}
+ALSO_TENSORRT = {"old-runtime", "optional-hole", "wrong-library"}  # in tests of its own
+ONLY_CPU = {"register-twice", "old-runtime", "wrong-library", *ONLY_TENSORRT}
 ONLY_CUDA = {"second-device"}
 
 
@@ -105,7 +119,10 @@ def test_fault_has_its_tests(fault: str, collected: set[str]) -> None:
             ids = collected.intersection(ways)
         assert ids, f"there is no test {name}"
         found |= ids
-    through = {"ort" if re.match(r"test_(ort|library)", i) else "seam" for i in found}
+    tensorrt = {i for i in found if i.startswith("test_tensorrt")}
+    assert bool(tensorrt) == (fault in ONLY_TENSORRT | ALSO_TENSORRT)
+    through = {"ort" if re.match(r"test_(ort|library)", i) else "seam" for i in found - tensorrt}
     devices = {"cuda" if re.search(r"\bcuda\b|hopper|second_device", i) else "cpu" for i in found}
-    assert through == ({"seam"} if fault in ONLY_SEAM else {"ort"} if fault in ONLY_ORT else {"seam", "ort"})
+    ways = {"seam"} if fault in ONLY_SEAM else {"ort"} if fault in ONLY_ORT else {"seam", "ort"}
+    assert through == (set() if fault in ONLY_TENSORRT else ways)
     assert devices == ({"cpu"} if fault in ONLY_CPU else {"cuda"} if fault in ONLY_CUDA else {"cpu", "cuda"})
