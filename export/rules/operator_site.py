@@ -27,13 +27,21 @@ _ROLES = Roles(("b", "h"), "q", "k", "d", True)
 class Site:
     """One operator: what FlashAttention gets for it, by name, and what becomes of its outputs.
 
-    Q, K and V have three or four dimensions each, not necessarily as many.
+    Attributes:
+        node: the operator.
+        inputs: by schema.INPUTS. Q, K and V have three or four dimensions each, not necessarily as
+            many, or Q alone is packed.
+        attributes: of the fused node, head counts of three dimensions included.
+        outputs: the operator's own, in the order of schema.OUTPUTS.
+        present: an output that holds present keys and values, one behind the other.
+        remark: what the user should know.
     """
 
     node: ir.Node
     inputs: dict[str, ir.Value | None]
     attributes: dict[str, Any]
     outputs: list[ir.Value]
+    present: ir.Value | None = None
     remark: str = ""
 
 
@@ -54,20 +62,23 @@ def rewrite_site(fusion: Fusion, site: Site, builder: Builder) -> Rewrite:
     arrangement = _arrangement(fusion, site)
     _improve_mask(fusion, site, builder)
     inputs = [site.inputs[name] for name in schema.INPUTS]
-    rank = fusion.facts.rank(site.inputs["Q"])
-    assert rank is not None
+    rank = 4 if fusion.facts.rank(site.inputs["Q"]) == 4 else 3
     if arrangement is not None:
         inputs[:3] = arrangement.inputs(builder)
         rank = arrangement.rank
         for name in ("q_num_heads", "kv_num_heads"):
             site.attributes.pop(name, None)
         site.attributes |= arrangement.layout_attributes()
-    elif any(fusion.facts.rank(value) != rank for value in inputs[1:3] if value is not None):
+    elif any((fusion.facts.rank(value) == 4) != (rank == 4) for value in inputs[1:3] if value is not None):
         raise RefusalError("Q, K and V have different ranks, and the model's shapes do not show how they fit")
-    output = fusion.attention(builder, inputs, site.attributes, rank, outputs=len(site.outputs))
+    count = len(site.outputs) if site.present is None else 3
+    output = fusion.attention(builder, inputs, site.attributes, rank, outputs=count)
     made = output.producer()
     assert made is not None
-    replaced = dict(zip(site.outputs, made.outputs, strict=True))
+    replaced = dict(zip(site.outputs, made.outputs, strict=False))
+    if site.present is not None:
+        parts = [builder.op("Unsqueeze", value, builder.ints([0])) for value in made.outputs[1:3]]
+        replaced[site.present] = builder.op("Concat", *parts, axis=0)
     for old in [old for old in site.outputs[1:] if not is_used(old)]:
         replaced.pop(old).name = ""  # else it would be computed, for nobody
     if arrangement is not None:
@@ -76,26 +87,30 @@ def rewrite_site(fusion: Fusion, site: Site, builder: Builder) -> Rewrite:
     return Rewrite(builder, replaced, (site.node,), site.remark, output)
 
 
+def _operand(fusion: Fusion, value: ir.Value, heads: int | None, sequence: str, size: str) -> Operand | None:
+    """A tensor of three or four dimensions with its axes named; in three, heads and size are one."""
+    rank = fusion.facts.rank(value)
+    if rank == 4:
+        return Operand(value, ("b", "h", sequence, size))
+    return Operand(value, ("b", sequence, "h", size), heads) if rank == 3 and heads else None
+
+
 def _arrangement(fusion: Fusion, site: Site) -> Arrangement | None:
     """Where the tensors really come from; None where they stay as they are."""
     q, k, v = (site.inputs[name] for name in "QKV")
-    rank, key_dims = fusion.facts.rank(q), fusion.facts.dims(k)
-    if q is None or k is None or v is None or rank not in (3, 4) or key_dims is None or len(key_dims) != rank:
+    if q is None or k is None or v is None or site.inputs["past_key"] is not None or site.present is not None:
         return None
-    if site.inputs["past_key"] is not None or any(is_used(value) for value in site.outputs[1:3]):
+    if any(is_used(value) for value in site.outputs[1:3]):
         return None
-    q_heads, kv_heads = (site.attributes[name] if rank == 3 else None for name in ("q_num_heads", "kv_num_heads"))
-    # In three dimensions heads and size are one axis.
-    labels = (lambda s, d: ("b", "h", s, d)) if rank == 4 else (lambda s, d: ("b", s, "h", d))
-    tensors = Tensors(
-        Operand(q, labels("q", "d"), q_heads),
-        Operand(k, labels("k", "d"), kv_heads),
-        Operand(v, labels("k", "e"), kv_heads),
-        Operand(site.outputs[0], labels("q", "e"), q_heads),
-        _ROLES,
-        "e",
-        Dim.of(kv_heads) if kv_heads is not None else key_dims[1],
-    )
+    q_heads, kv_heads = site.attributes.get("q_num_heads"), site.attributes.get("kv_num_heads")
+    query, key = _operand(fusion, q, q_heads, "q", "d"), _operand(fusion, k, kv_heads, "k", "d")
+    value, output = _operand(fusion, v, kv_heads, "k", "e"), _operand(fusion, site.outputs[0], q_heads, "q", "e")
+    if query is None or key is None or value is None or output is None:
+        return None
+    key_dims = fusion.facts.dims(k)
+    assert key_dims is not None
+    key_heads = key_dims[1] if len(key_dims) == 4 else Dim.of(kv_heads or 0)
+    tensors = Tensors(query, key, value, output, _ROLES, "e", key_heads)
     try:
         found = arrange(fusion.facts, tensors, scales=False)
         found.layout_attributes()
@@ -154,15 +169,12 @@ def _window(site: Site) -> Window:
 
 def _score_axes(fusion: Fusion, site: Site) -> ScoreAxes | None:
     """The axes of the scores; None where the shapes do not tell."""
-    facts, attributes = fusion.facts, site.attributes
+    facts = fusion.facts
     q, k = facts.dims(site.inputs["Q"]), facts.dims(site.inputs["K"])
-    if q is None or k is None or len(q) not in (3, 4) or len(k) != len(q):
+    if q is None or k is None or not {len(q), len(k)} <= {3, 4}:
         return None
-    if len(q) == 4:
-        batch, heads, queries, keys = q[0], q[1], q[2], k[2]
-    else:
-        batch, queries, keys = q[0], q[1], k[1]
-        heads = Dim.of(attributes["q_num_heads"])
+    batch, queries, keys = q[0], q[-2], k[-2]  # in three dimensions as in four
+    heads = q[1] if len(q) == 4 else Dim.of(site.attributes["q_num_heads"])
     past = facts.dims(site.inputs["past_key"])
     if site.inputs["past_key"] is not None:
         if past is None or len(past) != 4:
