@@ -1,22 +1,19 @@
 """The runner of engines: what it does between arrays and TensorRT, which is played here.
 
-On a GPU the memory, the stream and the graphs are real; an engine needs a GPU that TensorRT of this machine builds for.
+On a GPU the memory, the stream and the graphs are real; with real engines it is tested by test_tensorrt_full.py.
 """
 
 from __future__ import annotations
 
 import enum
-import importlib.util
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from flashonnx.tensorrt import EngineError, build_engine, polygraphy_runner, runner
+from flashonnx.tensorrt import EngineError
 from flashonnx.tensorrt._runner import Device, Runner
-from trt_models import two_nodes
 
 
 class Kind(enum.Enum):
@@ -217,43 +214,3 @@ def test_failures_of_tensorrt_are_errors() -> None:
     engine.create_execution_context = lambda: None  # type: ignore[method-assign, assignment, return-value]
     with pytest.raises(EngineError, match="cannot make an execution context"):
         Runner(engine, TRT, device)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    importlib.util.find_spec("tensorrt") is None,
-    reason="full TensorRT: not installed (pip install tensorrt); TensorRT-RTX does not run on every GPU",
-)
-@pytest.mark.parametrize("embed_plugin", [False, True])
-def test_engine_of_full_tensorrt(tmp_path: Path, embed_plugin: bool) -> None:
-    """Built, run with and without graphs, and by Polygraphy, against the reference."""
-    import sys
-
-    import tensorrt
-    from flashonnx.reference import attention
-
-    profile = {
-        "q": [(1, 1, 256), (2, 64, 256), (8, 512, 256)],
-        "k": [(1, 1, 128), (2, 64, 128), (8, 700, 128)],
-        "v": [(1, 1, 128), (2, 64, 128), (8, 700, 128)],
-        "mask": [(1, 1, 1, 1), (2, 1, 1, 64), (8, 1, 1, 700)],
-    }
-    path = tmp_path / "engine"
-    path.write_bytes(build_engine(two_nodes(), profile, tensorrt=tensorrt, embed_plugin=embed_plugin))
-    random = np.random.default_rng(0)
-    for batch, queries, keys in ((1, 1, 1), (3, 50, 33), (8, 512, 700)):
-        shapes = {"q": (batch, queries, 256), "k": (batch, keys, 128), "v": (batch, keys, 128)}
-        feed = {name: random.standard_normal(shape).astype(np.float16) for name, shape in shapes.items()}
-        feed["mask"] = random.random((batch, 1, 1, keys)) < 0.8
-        heads = {"q_num_heads": 4, "kv_num_heads": 2}
-        first = attention(feed["q"], feed["k"], feed["v"], **heads)[0]
-        expected = attention(
-            (first.astype(np.float16) + feed["q"]), feed["k"], feed["v"], feed["mask"], is_causal=1, **heads
-        )[0]
-        for cuda_graphs in (False, True):
-            with runner(path, tensorrt=tensorrt, cuda_graphs=cuda_graphs, allow_code=embed_plugin) as run:
-                for _ in range(2):
-                    np.testing.assert_allclose(run(feed)["y"], expected, atol=4e-3)
-        if not embed_plugin and "polygraphy" in sys.modules:
-            with polygraphy_runner(path, tensorrt=tensorrt) as compared:
-                np.testing.assert_allclose(compared.infer(feed)["y"], expected, atol=4e-3)
