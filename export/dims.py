@@ -114,12 +114,21 @@ def product(dims: Iterable[Dim]) -> Dim:
     return functools.reduce(Dim.__mul__, dims, Dim.of(1))
 
 
+def is_positive_or_zero(number: Dim) -> bool:
+    """Whether a number is proved not to be negative: a sum of sizes, none of them subtracted.
+
+    Names of sizes are not negative. Those that begin with "@" stand for any number.
+    """
+    return all(count > 0 for count in number.terms.values()) and not any(
+        name.startswith("@") or "-" in name for name in number.atoms
+    )
+
+
 def minimum(a: Dim, b: Dim) -> Dim:
     """The smaller of two sizes; an atom "Min(c, x)" where that is not known."""
-    if a == b:
-        return a
-    if a.value is not None and b.value is not None:
-        return Dim.of(min(a.value, b.value))
+    for small, large in ((a, b), (b, a)):
+        if is_positive_or_zero(large - small):
+            return small
     return Dim.atom(f"Min({', '.join(sorted((str(a), str(b))))})")
 
 

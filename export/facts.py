@@ -33,6 +33,7 @@ class Facts:
         self._constants: dict[ir.Value, np.ndarray] = {}
         self._fixed: dict[ir.Value, bool] = {}
         self._dtypes: dict[ir.Value, ir.DataType] = {}
+        self.forms: dict[ir.Value, Any] = {}  # what positions.py finds out
         self._names = itertools.count()
         self.opset = opset_of(model.opset_imports)
         self._graph(model.graph)
@@ -126,6 +127,9 @@ class Facts:
                 kind = ir.DataType.BOOL
             elif node.op_type in ("Shape", "Size", "NonZero", "ArgMax", "ArgMin"):
                 kind = ir.DataType.INT64
+            elif node.op_type == "ConstantOfShape":
+                fill = node.attributes.get("value")
+                kind = fill.as_tensor().dtype if fill else ir.DataType.FLOAT
             elif node.op_type in SHAPE_RULES and node.inputs:
                 source = 1 if node.op_type in ("Where", "CastLike") else 0
                 kind = self.dtype(node.inputs[source], depth + 1)

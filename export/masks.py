@@ -8,12 +8,15 @@ is true (or zero) everywhere drops out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 from flashonnx.export.build import Builder, Names
 from flashonnx.export.facts import Facts
+from flashonnx.export.forms import Choice, number_of
+from flashonnx.export.positions import WHOLE, form_of, is_always
 from flashonnx.export.views import peel
 
 ELEMENTWISE = frozenset(
@@ -106,66 +109,21 @@ class MaskReducer:
         return value
 
 
-def is_true(facts: Facts, value: ir.Value | None, depth: int = 0) -> bool:
+def is_true(facts: Facts, value: ir.Value | None) -> bool:
     """Whether every element of a boolean tensor is proved to be true."""
-    if value is None or depth > 24:
-        return False
-    constant = facts.constant(value, limit=1 << 20)
-    if constant is not None:
-        return bool(constant.all())
-    node = value.producer()
-    if node is None or node.domain:
-        return False
-
-    def again(index: int) -> bool:
-        return is_true(facts, node.inputs[index], depth + 1)
-
-    if node.op_type in ("And", "Or"):
-        return (again(0) and again(1)) if node.op_type == "And" else (again(0) or again(1))
-    if node.op_type in ("Not",):
-        return is_false(facts, node.inputs[0], depth + 1)
-    if node.op_type == "ConstantOfShape":
-        return facts.uniform(value) not in (None, 0.0)
-    if node.op_type in ("GreaterOrEqual", "Greater", "LessOrEqual", "Less"):
-        small, large = node.inputs if node.op_type.startswith("Less") else node.inputs[::-1]
-        upper, lower = upper_bound(facts, small), lower_bound(facts, large)
-        if upper is None or lower is None:
-            return False
-        return upper <= lower if node.op_type.endswith("OrEqual") else upper < lower
-    if node.op_type in _SHAPING or node.op_type == "Cast":
-        return all(is_true(facts, item, depth + 1) for item in _data(node))
-    return False
+    return is_always(facts, value, True)
 
 
-def _data(node: ir.Node) -> list[ir.Value | None]:
-    """The inputs whose elements an operator of _SHAPING passes on."""
-    return list(node.inputs) if node.op_type == "Concat" else [node.inputs[0]]
-
-
-def is_false(facts: Facts, value: ir.Value | None, depth: int = 0) -> bool:
+def is_false(facts: Facts, value: ir.Value | None) -> bool:
     """Whether every element of a boolean tensor is proved to be false."""
-    if value is None or depth > 24:
-        return False
-    if facts.uniform(value) == 0.0:
-        return True
-    node = value.producer()
-    if node is None or node.domain:
-        return False
-    if node.op_type == "Not":
-        return is_true(facts, node.inputs[0], depth + 1)
-    if node.op_type in ("And", "Or"):
-        tests = [is_false(facts, item, depth + 1) for item in node.inputs]
-        return any(tests) if node.op_type == "And" else all(tests)
-    if node.op_type in _SHAPING or node.op_type == "Cast":
-        return all(is_false(facts, item, depth + 1) for item in _data(node))
-    return False
+    return is_always(facts, value, False)
 
 
 def is_zero(facts: Facts, value: ir.Value | None, depth: int = 0) -> bool:
     """Whether every element of an additive mask is proved to be zero."""
     if value is None or depth > 24:
         return False
-    if facts.uniform(value) == 0.0:
+    if number_of(form_of(facts, value)) == 0.0:
         return True
     node = value.producer()
     if node is None or node.domain:
@@ -180,38 +138,49 @@ def is_zero(facts: Facts, value: ir.Value | None, depth: int = 0) -> bool:
     if node.op_type == "Mul":
         numbers = [facts.uniform(item) for item in node.inputs]
         return 0.0 in numbers and None not in numbers
-    if node.op_type == "Add":
+    if node.op_type == "Add" or node.op_type == "Concat":
         return all(is_zero(facts, item, depth + 1) for item in node.inputs)
     if node.op_type in _SHAPING or node.op_type == "Cast":
-        return all(is_zero(facts, item, depth + 1) for item in _data(node))
+        return is_zero(facts, node.inputs[0], depth + 1)
     return False
 
 
-def lower_bound(facts: Facts, value: ir.Value | None, depth: int = 0) -> float | None:
-    """A number that no element is below."""
-    return _bound(facts, value, min, depth)
-
-
-def upper_bound(facts: Facts, value: ir.Value | None, depth: int = 0) -> float | None:
-    """A number that no element is above."""
-    return _bound(facts, value, max, depth)
-
-
-def _bound(facts: Facts, value: ir.Value | None, pick: Callable[..., Any], depth: int) -> float | None:
-    if value is None or depth > 24:
+def largest(facts: Facts, value: ir.Value | None, depth: int = 0) -> float | None:
+    """A number that the magnitude of no element exceeds; None where none is known."""
+    if value is None or depth > 32:
         return None
-    constant = facts.constant(value)
-    if constant is not None and constant.size and constant.dtype.kind in "iufb":
-        return float(pick(constant.reshape(-1)))
+    constant = facts.constant(value, limit=1 << 22)
+    if constant is not None:
+        return float(np.abs(constant.astype(np.float64)).max(initial=0)) if constant.dtype.kind in "iufb" else None
+    form = form_of(facts, value)
+    if isinstance(form, Choice):
+        return max(abs(form.inside), abs(form.outside))
+    if facts.dtype(value) in WHOLE:
+        return 2.0**64
     node = value.producer()
     if node is None or node.domain:
         return None
-    if node.op_type == "Range" and pick is min:
-        step = facts.scalar(node.inputs[2])
-        return facts.scalar(node.inputs[0]) if step is not None and step > 0 else None
-    if node.op_type == "Add":
-        bounds = [_bound(facts, item, pick, depth + 1) for item in node.inputs]
-        return None if None in bounds else sum(bound for bound in bounds if bound is not None)
-    if node.op_type in _SHAPING and node.op_type != "Concat":
-        return _bound(facts, node.inputs[0], pick, depth + 1)
-    return None
+
+    def of(*items: ir.Value | None) -> list[float | None]:
+        return [largest(facts, item, depth + 1) for item in items]
+
+    if node.op_type == "Cast" and facts.dtype(node.inputs[0]) == ir.DataType.BOOL:
+        return 1.0
+    if node.op_type in _SHAPING - {"Concat"} or node.op_type in ("Cast", "Neg", "Abs", "Relu", "Slice"):
+        return of(node.inputs[0])[0]
+    operands = of(*node.inputs[node.op_type == "Where" :]) if node.op_type in _BOUNDED else [None]
+    known = [number for number in operands if number is not None]
+    if len(known) < len(operands):
+        return None
+    return _BOUNDED[node.op_type](known)
+
+
+_BOUNDED: dict[str, Callable[[list[float]], float]] = {
+    "Add": sum,
+    "Sub": sum,
+    "Mul": math.prod,
+    "Where": max,
+    "Concat": max,
+    "Max": max,
+    "Min": max,
+}

@@ -14,23 +14,24 @@ from flashonnx.export.facts import Dims, Facts, is_unknown
 from flashonnx.export.masks import MaskReducer, is_false, is_true, is_zero
 from flashonnx.export.products import Labels, Roles
 from flashonnx.export.rules.layouts import Heads, Operand
+from flashonnx.export.rules.mask_terms import NEGLIGIBLE, Planner
 from flashonnx.export.rules.scores import RefusalError, Term, is_minus_infinity
-from flashonnx.export.structure import Grid, Structure, read, read_bias
+from flashonnx.export.structure import Grid, Window
 from flashonnx.export.views import Axis, View, peel, regroup
 
-# A finite fill below this cannot reach a probability beside a score of sane size.
-NEGLIGIBLE = -1e4
-# A fill below this swallows any score that is added to it, in float32 and bfloat16.
-_SWALLOWS = -1e30
 _ZERO = Dim.of(0)
 
 
 @dataclasses.dataclass(frozen=True)
 class MaskInput:
-    """The mask input (None: none is needed), the structure beside it and what becomes of rows that see no key."""
+    """The mask input (None: none is needed), the window beside it and what becomes of rows that see no key.
+
+    `from_last`: the window counts from the last key, which is beside the last query; see full_lengths.
+    """
 
     value: ir.Value | None
-    bounds: Structure
+    window: Window
+    from_last: bool = False
     empty_row: str = "zero"
     remark: str = ""
 
@@ -57,8 +58,9 @@ class MaskBuilder:
         axes: ScoreAxes,
         key: Operand,
         dtype: ir.DataType,
-        offset: Dim = _ZERO,
+        offset: Dim | None = None,
     ) -> None:
+        """`offset`: where the operator itself counts the first query; None: as full_lengths tells it."""
         self.facts = facts
         self.reducer = reducer
         self.builder = builder
@@ -66,7 +68,12 @@ class MaskBuilder:
         self.key = key
         self.dtype = dtype
         sizes = dict(zip(axes.labels, axes.dims, strict=True))
-        self.grid = Grid(sizes[axes.roles.query], sizes[axes.roles.key], offset)
+        queries, keys = sizes[axes.roles.query], sizes[axes.roles.key]
+        bases = (_ZERO, keys - queries) if offset is None else (offset,)
+        rank = len(axes.labels)
+        places = (axes.labels.index(role) - rank for role in (axes.roles.query, axes.roles.key))
+        self.grid = Grid(queries, keys, bases, *places)
+        self.planner = Planner(facts, reducer, self.grid)
 
     def build(self, terms: Sequence[Term], guarded: bool) -> MaskInput:
         """One mask input and structural bounds for all `terms`.
@@ -76,8 +83,16 @@ class MaskBuilder:
         """
         for term in terms:
             self._check(term.value)  # those that do nothing too: they may widen the scores
-        terms = [term for term in terms if not self._does_nothing(term)]
-        bounds, bounded, terms = self._structure(terms)
+        plan = self.planner.plan([term for term in terms if not self._does_nothing(term)])
+        terms = plan.terms
+        from_last = plan.window != Window() and plan.base not in (self.grid.bases[0], 0)
+        hides = any(self.planner.hides_wholly(term) for term in terms)
+        remark = plan.remark or (
+            "a query that sees no key gives 0; it gave NaN before" if hides and not guarded else ""
+        )
+        made = MaskInput(None, plan.window, from_last, "mean" if plan.is_mean else "zero", remark)
+        if plan.is_sum:
+            return dataclasses.replace(made, value=self._expanded(self._chain(terms)))
         fills = {term.number for term in terms if not term.is_bias}
         finite = {number for number in fills if not is_minus_infinity(number)}
         if finite and (len(fills) > 1 or max(finite) > NEGLIGIBLE):
@@ -86,68 +101,34 @@ class MaskBuilder:
             raise RefusalError("a bias is added after masked scores were filled with a finite number")
         bias = self._sum([self._bias(term) for term in terms if term.is_bias])
         allowed = self._all([self._allowed(term) for term in terms if not term.is_bias])
-        hides = any(self._hides(term) for term in terms)
-        remark = "a query that sees no key gives 0; it gave NaN before" if hides and not guarded else ""
-        if _mixes(bounded, terms):
-            remark = "a query from which the masks hide every key together gives another value than before"
         if allowed is None:
-            return MaskInput(self._expanded(bias), bounds, "zero", remark)
-        empty_row = "mean" if finite else "zero"
-        if bias is None:
-            return MaskInput(self._expanded(allowed), bounds, empty_row, remark)
+            return dataclasses.replace(made, value=self._expanded(bias))
+        if finite:
+            made = dataclasses.replace(made, empty_row="mean")
+        mask = allowed if bias is None else self._filled(allowed, bias, -np.inf)
+        return dataclasses.replace(made, value=self._expanded(mask))
+
+    def _chain(self, terms: Sequence[Term]) -> ir.Value | None:
+        """The terms one after the other, as the scores had them, on a score of zero."""
+        total: ir.Value | None = None
+        for term in terms:
+            if term.is_bias:
+                bias = self._bias(term)
+                total = self._sum([total, bias]) if total is not None else bias
+            else:
+                start = total if total is not None else self.builder.constant(np.zeros((), self.dtype.numpy()))
+                total = self._filled(self._allowed(term), start, term.number)
+        return total
+
+    def _filled(self, allowed: ir.Value, bias: ir.Value, number: float) -> ir.Value:
         kind = self.facts.dtype(bias)
         assert kind is not None
-        masked = self.builder.constant(np.array(-np.inf, kind.numpy()))
-        joint = self._op("Where", allowed, bias, masked, dtype=kind)
-        return MaskInput(self._expanded(joint), bounds, empty_row, remark)
-
-    def _hides(self, term: Term) -> bool:
-        """Whether a term is known to set scores to -inf."""
-        if not term.is_bias:
-            return is_minus_infinity(term.number)
-        found = read_bias(self.facts, term.value, self.grid)
-        return found is not None and is_minus_infinity(found[1])
+        return self._op("Where", allowed, bias, self.builder.constant(np.array(number, kind.numpy())), dtype=kind)
 
     def _does_nothing(self, term: Term) -> bool:
         if term.is_bias:
             return is_zero(self.facts, term.value)
         return (is_true if term.inverted else is_false)(self.facts, term.value)
-
-    def _structure(self, terms: Sequence[Term]) -> tuple[Structure, set[float], list[Term]]:
-        """The bounds on j - i that are proved, what filled the scores outside them, and the terms that remain."""
-        bounds, bounded, kept = Structure(), set(), []
-        for term in terms:
-            value = self.reducer.reduce(term.value)
-            if term.is_bias:
-                found = read_bias(self.facts, value, self.grid)
-                fill = found[1] * term.number if found is not None else 0.0
-                structure = found[0] if found is not None else Structure()
-            else:
-                structure, fill = read(self.facts, value, self.grid, inverted=not term.inverted), term.number
-            if not structure.is_bounded or not self._can_bound(structure, term, fill):
-                kept.append(term)
-                continue
-            bounds &= Structure(structure.left, structure.right)
-            bounded.add(fill)
-            kept += [Term(rest, fill, is_bias=False, inverted=not negated) for rest, negated in structure.rest]
-        return bounds, bounded, kept
-
-    def _can_bound(self, structure: Structure, term: Term, fill: float) -> bool:
-        """Whether masking with -inf where `fill` stood gives the same rows.
-
-        It does where a row always keeps a key (i itself, with no left bound or as many keys as
-        queries), and where all else is a mask whose rows without keys are uniform: the fill swallows
-        any score (float32, bfloat16: score + finfo.min is finfo.min).
-        """
-        if is_minus_infinity(fill):
-            return True
-        if fill > NEGLIGIBLE:
-            return False
-        square = self.grid.queries == self.grid.keys
-        if not structure.rest:
-            return structure.left is None or square
-        swallows = fill <= _SWALLOWS and self.facts.dtype(term.value) != ir.DataType.FLOAT16
-        return swallows or not term.is_bias
 
     def _check(self, value: ir.Value) -> None:
         """Requires that `value` broadcasts to the scores, not the scores to it."""
@@ -290,17 +271,6 @@ class MaskBuilder:
         return self.builder.op("Expand", mask, target, dtype=self.facts.dtype(mask))
 
 
-def _mixes(bounded: set[float], terms: Sequence[Term]) -> bool:
-    """Whether a row that bounds and `terms` hide together may be other than one that either hides.
-
-    Fills of different sizes, or a finite one under a bias, leave such a row a softmax over some of
-    its hidden keys; the operator leaves it none, or all.
-    """
-    fills = {term.number for term in terms if not term.is_bias}
-    is_biased = any(term.is_bias for term in terms) and not all(map(is_minus_infinity, bounded))
-    return bool(bounded) and (is_biased or len(fills | bounded) > 1)
-
-
 def _fits(size: Dim, of_scores: Dim) -> bool:
     """Whether a mask's dimension is proved to be 1 or the scores'."""
     return size == 1 or size == of_scores or is_clipped(size, of_scores)
@@ -314,11 +284,11 @@ def _name(dtype: ir.DataType | None) -> str:
     return dtype.name.lower() if dtype is not None else "of unknown type"
 
 
-def combined_bounds(bounds: Structure) -> dict[str, int]:
-    """The attributes is_causal and window sizes."""
-    attributes: dict[str, int] = {"is_causal": int(bounds.right == 0)}
-    if bounds.right:
-        attributes["right_window_size"] = bounds.right
-    if bounds.left is not None:
-        attributes["left_window_size"] = bounds.left
-    return attributes
+def full_lengths(builder: Builder, query: ir.Value, key: ir.Value, rank: int) -> ir.Value:
+    """nonpad_kv_seqlen of all keys, by which the operator puts the last query beside the last key.
+
+    Q and K are (batch, sequence, ...) or, of `rank` 4, (batch, heads, sequence, size).
+    """
+    batch = builder.op("Shape", query, start=0, end=1, dtype=ir.DataType.INT64)
+    keys = builder.op("Shape", key, start=rank - 2, end=rank - 1, dtype=ir.DataType.INT64)
+    return builder.op("Expand", keys, batch, dtype=ir.DataType.INT64)

@@ -251,16 +251,19 @@ def test_causal_and_padding() -> None:
 
 
 def test_causal_and_padding_in_half_precision() -> None:
-    """There finfo.min plus a score is not the same for every score, so the mask stays as it is."""
+    """There finfo.min plus a score is not the same for every score, so the mask stays as it is; alone, it goes."""
     making = f"""
         {POSITIONS} c = LessOrEqual(j, i) wide = Unsqueeze(padding, a12) pad = Cast<to=9>(wide)
         both = And(c, pad) m32 = Where(both, zero, half_low) m = Cast<to=10>(m32)
     """
     body = masked(making).replace("zero =", "half_low = Constant<value_float=-65504.0>() zero =", 1)
-    inputs = SELF.replace("float[", "float16[")
-    model = parse(body, f"{inputs}, int64[b,s] padding", Y.replace("float[", "float16["))
-    fused, _ = fuse_and_check(model, {"b": 2, "s": 7}, padding=np.array([[1] * 7, [1] * 5 + [0, 0]], np.int64))
+    inputs, output = f"{SELF}, int64[b,s] padding".replace("float[", "float16["), Y.replace("float[", "float16[")
+    model = parse(body, inputs, output)
+    fused, report = fuse_and_check(model, {"b": 2, "s": 7}, padding=np.array([[1] * 7, [1] * 5 + [0, 0]], np.int64))
     assert "is_causal" not in attributes(nodes(fused)[0])
+    assert "a window is left in the mask" in report.sites[0].reason
+    fused, _ = fuse_and_check(parse(body.replace("And(c, pad)", "And(c, c)"), inputs, output), {"b": 2, "s": 7})
+    assert attributes(nodes(fused)[0]) == {"scale": 1.0, "is_causal": 1}
 
 
 def test_window() -> None:
@@ -324,33 +327,42 @@ def test_positions_that_wrap_around(kind: int) -> None:
     fuse_and_check(parse(masked(making), SELF, Y), {"b": 1, "s": 3}, {"b": 1, "s": 150})
 
 
-HIDDEN = "another value than before"
-
-
 @pytest.mark.parametrize(
-    ("combine", "remark"),
+    ("combine", "is_causal"),
     [
-        ("one_mask = Add(raw, causal) scores = Add(one_mask, pad)", HIDDEN),
-        ("one_mask = Add(raw, pad) scores = Where(future, low, one_mask)", HIDDEN),
-        ("one_mask = Where(padded, low, raw) scores = Where(future, ninf, one_mask)", HIDDEN),
-        ("one_mask = Where(padded, ninf, raw) scores = Where(future, low, one_mask)", HIDDEN),
-        ("one_mask = Where(padded, low, raw) scores = Where(future, low, one_mask)", ""),
-        ("one_mask = Add(raw, pad) scores = Where(future, ninf, one_mask)", ""),
+        ("one_mask = Add(raw, causal) scores = Add(one_mask, pad)", False),
+        ("one_mask = Where(future, low, raw) scores = Add(one_mask, pad)", False),
+        ("one_mask = Add(raw, pad) scores = Where(future, low, one_mask)", True),
+        ("one_mask = Where(padded, low, raw) scores = Where(future, ninf, one_mask)", True),
+        ("one_mask = Where(padded, ninf, raw) scores = Where(future, low, one_mask)", False),
+        ("one_mask = Where(future, ninf, raw) scores = Where(padded, low, one_mask)", False),
+        ("one_mask = Where(padded, low, raw) scores = Where(future, low, one_mask)", True),
+        ("one_mask = Add(raw, pad) scores = Where(future, ninf, one_mask)", True),
     ],
 )
-def test_rows_that_two_masks_hide_together(combine: str, remark: str) -> None:
-    """Left padding under a triangle: either the rows stay as they were, or the report says that they do not."""
+def test_rows_that_two_masks_hide_together(combine: str, is_causal: bool) -> None:
+    """Left padding under a triangle: a structure only where such rows stay as they were, else a sum of both masks."""
     making = f"""
         {POSITIONS} future = Greater(j, i) causal = Where(future, low, zero)
         kept = Unsqueeze(padding, a12) bool = Cast<to=9>(kept) padded = Not(bool) pad = Where(padded, low, zero)
     """
     model = parse(masked(making, combine=combine), f"{SELF}, int64[b,s] padding", Y)
-    right, left = np.array([[1, 1, 1, 0], [1, 1, 0, 0]]), np.array([[0, 0, 1, 1], [0, 1, 1, 1]])
-    fused, report = fuse_and_check(model, {"b": 2, "s": 4}, padding=right)
-    assert attributes(nodes(fused)[0])["is_causal"] == 1
-    assert (remark in report.sites[0].reason) if remark else not report.sites[0].reason
-    if not remark:
-        fuse_and_check(model, {"b": 2, "s": 4}, padding=left)
+    for rows in ([[1, 1, 1, 0], [1, 1, 0, 0]], [[0, 0, 1, 1], [0, 1, 1, 1]], [[0, 1, 0, 1], [0, 0, 0, 0]]):
+        fused, report = fuse_and_check(model, {"b": 2, "s": 4}, padding=np.array(rows))
+        assert ("is_causal" in attributes(nodes(fused)[0])) == is_causal
+        assert ("a window is left in the mask" in report.sites[0].reason) != is_causal
+
+
+def test_rows_that_no_mask_keeps() -> None:
+    """-1e4 in the place of some scores and beside others: what a row without keys becomes is said."""
+    making = f"""
+        {POSITIONS} future = Greater(j, i) f = Cast<to=1>(padding) off = Sub(one, f) pads = Mul(off, ten)
+        pad = Unsqueeze(pads, a12)
+    """
+    combine = "one_mask = Where(future, ten, raw) scores = Add(one_mask, pad)"
+    model = parse(masked(making, combine=combine), f"{SELF}, int64[b,s] padding", Y)
+    _, report = fuse_and_check(model, {"b": 2, "s": 4}, padding=np.array([[1, 1, 1, 0], [1, 1, 0, 0]]))
+    assert "another value than before" in report.sites[0].reason
 
 
 def test_constant_triangle_sliced() -> None:
