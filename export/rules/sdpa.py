@@ -8,7 +8,7 @@ from flashonnx.export.products import Product, Roles, relabel, roles_of
 from flashonnx.export.rules.arrange import arrange
 from flashonnx.export.rules.base import Fusion, Rewrite, Rule
 from flashonnx.export.rules.layouts import Operand, Tensors
-from flashonnx.export.rules.mask_inputs import MaskBuilder, ScoreAxes, combined_bounds
+from flashonnx.export.rules.mask_inputs import MaskBuilder, ScoreAxes, full_lengths
 from flashonnx.export.rules.scores import RefusalError, Scores, Weights, read_scores, read_weights
 from flashonnx.export.sites import Candidate
 
@@ -66,13 +66,20 @@ class DecomposedAttention(Rule):
             "scale": scale,
             "softcap": scores.softcap,
             "empty_row": mask.empty_row,
-            **combined_bounds(mask.bounds),
+            **mask.window.attributes(),
             **layout,
         }
-        made = fusion.attention(builder, [*found.inputs(builder), mask.value], attributes, found.rank)
+        inputs = [*found.inputs(builder), mask.value]
+        lengths = None
+        if mask.from_last:
+            assert inputs[0] is not None and inputs[1] is not None
+            lengths = fusion.masks.get((alike, found.rank)) or full_lengths(builder, inputs[0], inputs[1], found.rank)
+            inputs += [None, None, lengths]
+        made = fusion.attention(builder, inputs, attributes, found.rank)
         result = found.way_out.build(builder, made)
         nodes = (*scores.nodes, softmax, *weights.nodes)
         fusion.masks[alike] = mask
+        fusion.masks[alike, found.rank] = lengths
         return Rewrite(builder, {found.way_out.replaces: result}, nodes, mask.remark, made)
 
 
