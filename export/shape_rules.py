@@ -309,7 +309,9 @@ def _conv(facts: Facts, node: ir.Node) -> Result:
 def _attention(facts: Facts, node: ir.Node) -> Result:
     """Of the standard operator and of FlashAttention with separate Q, K and V."""
     shapes = [facts.dims(value) for value in node.inputs[:3]]
-    if node.domain == "com.microsoft" or len(shapes) < 3 or None in shapes:
+    if node.domain == "com.microsoft":
+        return _projecting_attention(facts, node)
+    if len(shapes) < 3 or None in shapes:
         return [None]
     q, k, v = (shape for shape in shapes if shape is not None)
     if not len(q) == len(k) == len(v) or len(q) not in (3, 4):
@@ -318,6 +320,31 @@ def _attention(facts: Facts, node: ir.Node) -> Result:
         return [(*q[:3], v[3])]
     size = v[2].divided_by(_int(node, "kv_num_heads")) if _int(node, "kv_num_heads") else None
     return [(*q[:2], size * _int(node, "q_num_heads") if size is not None else facts.unknown())]
+
+
+def _projecting_attention(facts: Facts, node: ir.Node) -> Result:
+    """com.microsoft::Attention, which projects its input."""
+    x, weights = (facts.dims(value) for value in node.inputs[:2])
+    if x is None or weights is None or len(weights) != 2:
+        return [None]
+    sizes = list(node.attributes["qkv_hidden_sizes"].as_ints()) if "qkv_hidden_sizes" in node.attributes else []
+    width = Dim.of(sizes[2]) if sizes else weights[1].divided_by(3)
+    return [(*x[:2], width if width is not None else facts.unknown())]
+
+
+def _multi_head_attention(facts: Facts, node: ir.Node) -> Result:
+    """com.microsoft's MultiHeadAttention and GroupQueryAttention: (batch, queries, heads * size of V)."""
+    q, k, v = (facts.dims(value) for value in (*node.inputs[:3], None, None)[:3])
+    if q is None:
+        return [None]
+    heads = _int(node, "num_heads")
+    if node.op_type == "GroupQueryAttention":
+        packed = q[2].divided_by(heads + 2 * _int(node, "kv_num_heads"))
+        width = packed * heads if packed is not None and k is None else q[2] if k is not None else None
+    else:
+        source = v or k or q  # of three, four or, packed, five dimensions
+        width = source[2] if len(source) == 3 else source[-1] * heads
+    return [(*q[:2], width if width is not None else facts.unknown())]
 
 
 def _int(node: ir.Node, name: str, default: int = 0) -> int:
@@ -362,4 +389,6 @@ SHAPE_RULES: dict[str, Callable[[Facts, ir.Node], Result]] = {
     "Conv": _conv,
     "Attention": _attention,
     "FlashAttention": _attention,
+    "MultiHeadAttention": _multi_head_attention,
+    "GroupQueryAttention": _multi_head_attention,
 }

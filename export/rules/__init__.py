@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from flashonnx.export.rules.attention_op import StandardAttention
 from flashonnx.export.rules.base import Fusion, Rewrite, Rule
+from flashonnx.export.rules.group_query import GroupQueryAttention, Unsupported
+from flashonnx.export.rules.multi_head import MultiHeadAttention, PackedProjection
 from flashonnx.export.rules.scores import RefusalError
 from flashonnx.export.rules.sdpa import DecomposedAttention
 
-RULES: tuple[Rule, ...] = (StandardAttention(), DecomposedAttention())
+RULES: tuple[Rule, ...] = (
+    StandardAttention(),
+    DecomposedAttention(),
+    MultiHeadAttention(),
+    PackedProjection(),
+    GroupQueryAttention(),
+    Unsupported(),
+)
 
 __all__ = ["RULES", "Fusion", "RefusalError", "Rewrite", "Rule"]

@@ -205,8 +205,11 @@ def _forms(view: View, b: Axis, h: Axis, s: Axis, d: Axis) -> Iterator[tuple[int
         yield 3, 0, as_it_is
     if layout == (b, h, s, d):
         yield 4, 0, as_it_is
-    if layout == (b, s, h, d) and heads is not None and size is not None:
-        yield 3, 1, reshape_to(0, 0, heads * size)
+    if heads is not None and size is not None:
+        if layout == (b, s, h, d):
+            yield 3, 1, reshape_to(0, 0, heads * size)
+        elif (perm := _permutation(layout, (b, s, h, d))) is not None:
+            yield 3, TRANSPOSE + 1, _chain(_transpose(perm), reshape_to(0, 0, heads * size))
     if layout == (s, h + d) and not b:
         yield 3, 1, _with_axes("Unsqueeze", 0)
     for rank, wanted in ((4, (b, h, s, d)), (3, (b, s, h + d))):
@@ -280,8 +283,7 @@ def _heads_apart(
     if axes == (*outer, h, d):
         yield Exit(3, time_major, 1, value, apart)
     elif perm is not None:
-        turn = _transpose(perm)
-        yield Exit(3, time_major, TRANSPOSE + 1, value, lambda builder, y: turn(builder, apart(builder, y)))
+        yield Exit(3, time_major, TRANSPOSE + 1, value, _chain(apart, _transpose(perm)))
 
 
 def _count(axis: Axis) -> int | None:
@@ -302,6 +304,10 @@ def as_it_is(builder: Builder, value: ir.Value) -> ir.Value:
 
 def _transpose(perm: Sequence[int]) -> Step:
     return lambda builder, value: builder.op("Transpose", value, perm=perm)
+
+
+def _chain(first: Step, second: Step) -> Step:
+    return lambda builder, value: second(builder, first(builder, value))
 
 
 def reshape_to(*shape: int) -> Step:

@@ -1,0 +1,159 @@
+"""com.microsoft's MultiHeadAttention and Attention, as ONNX Runtime's optimizer writes them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import onnx_ir as ir
+from flashonnx.export import schema
+from flashonnx.export.dims import Dim
+from flashonnx.export.rules.base import Fusion, Rewrite, Rule
+from flashonnx.export.rules.contributed import DOMAIN, Contributed, Count, attended, biased
+from flashonnx.export.rules.operator_site import Site, is_used
+from flashonnx.export.rules.scores import RefusalError
+from flashonnx.export.sites import Candidate
+
+_BUFFER = "a cache that is written in place needs an operator that is not there yet"
+_FILL = -10000.0  # what mask_filter_value is by default
+
+
+def _attributes(op: Contributed, heads: int) -> dict[str, Any]:
+    scale = op.attribute("scale", 0.0)
+    if scale < 0:
+        raise RefusalError(f"the scale {scale} is not positive")
+    return {"q_num_heads": heads, "kv_num_heads": heads, "scale": scale or None}
+
+
+def _mask(op: Contributed, name: str, sizes: tuple[Dim, Dim, Dim], count: Count) -> ir.Value | None:
+    """The mask input and the bias in one; `sizes` are batch, queries and all keys."""
+    mask, bias, fill = op.input(name), op.input("attention_bias"), op.attribute("mask_filter_value", _FILL)
+    if mask is None:
+        return bias
+    if not math.isfinite(fill):
+        raise RefusalError(f"mask_filter_value is {fill}")
+    return op.shared((mask, bias, sizes, fill), lambda: biased(op, attended(op, name, *sizes, count), fill, bias))
+
+
+def _causal(op: Contributed, queries: Dim, keys: Dim) -> int:
+    """Whether a query sees keys up to its own place only; it has one where there are as many queries as new keys."""
+    if not op.attribute("unidirectional"):
+        return 0
+    if queries != keys:
+        raise RefusalError(f"unidirectional with {queries} queries and {keys} keys, where runtimes disagree")
+    return 1
+
+
+class MultiHeadAttention(Rule):
+    """com.microsoft::MultiHeadAttention: projected Q, K, V of three dimensions, K and V of four, or packed ones.
+
+    The bias of the projections is added before; key_padding_mask and attention_bias become one
+    additive mask, no larger than they are. Past keys are put before the new ones, as there.
+    """
+
+    kinds = (f"{DOMAIN}::MultiHeadAttention",)
+    inputs = (
+        "query", "key", "value", "bias", "key_padding_mask", "attention_bias", "past_key", "past_value",
+        "past_sequence_length", "cache_indirection",
+    )  # fmt: skip
+
+    def rewrite(self, fusion: Fusion, candidate: Candidate) -> Rewrite:
+        op = Contributed(fusion, candidate.node, self.inputs)
+        op.kind("query")
+        op.refuse(past_sequence_length=_BUFFER, cache_indirection=_BUFFER)
+        attributes = _attributes(op, op.attribute("num_heads"))
+        outputs = op.outputs(3, qk="the fused operator never forms the scores, so remove it")
+        query = op.required("query")
+        q_dims = op.dims("query", 3, 5)
+        if len(q_dims) == 5:
+            if op.input("bias") is not None:
+                raise RefusalError("a bias beside packed Q, K and V; add it before")
+            attributes["qkv_layout"] = "h3d"
+            key, value, keys = None, None, q_dims[1]
+        else:
+            query, key, value = self._separate(op)
+            keys = op.dims_of(key, "key", 3, 4)[-2]
+        attributes["is_causal"] = _causal(op, q_dims[1], keys)
+        past = op.input("past_key")
+        if past is not None:
+            keys = keys + op.dims("past_key", 4)[2]
+
+        def count() -> ir.Value:
+            new = op.count(query, 1) if key is None else op.count(key, 1 if op.facts.rank(key) == 3 else 2)
+            return new if past is None else op.op("Add", new, op.count(past, 2))
+
+        inputs: dict[str, ir.Value | None] = {
+            **dict.fromkeys(schema.INPUTS), "Q": query, "K": key, "V": value, "past_key": past,
+            "past_value": op.input("past_value"),
+            "attn_mask": _mask(op, "key_padding_mask", (q_dims[0], q_dims[1], keys), count),
+        }  # fmt: skip
+        return op.rewrite(Site(op.node, inputs, attributes, outputs))
+
+    def _separate(self, op: Contributed) -> tuple[ir.Value, ir.Value, ir.Value]:
+        query, key, value, bias = op.required("query"), op.required("key"), op.input("value"), op.input("bias")
+        k_dims = op.dims("key", 3, 4, 5)
+        if len(k_dims) == 5:  # (batch, keys, heads, 2, size)
+            if bias is not None or value is not None:
+                raise RefusalError("a bias or V beside packed K and V")
+            width = (k_dims[2] * k_dims[4]).value
+            if width is None:
+                raise RefusalError("the sizes of the packed K and V are not known")
+            flat = op.builder.ints([0, 0, width])
+            halves = (op.op("Squeeze", half, op.builder.ints([3])) for half in op.split(key, 3, [1, 1]))
+            key, value = (op.op("Reshape", half, flat) for half in halves)
+        value = op.required("value") if value is None else value
+        if bias is None:
+            return query, key, value
+        q_width, v_width = op.dims("query", 3)[2].value, op.dims("value", 3, 4)
+        size = v_width[2].value if len(v_width) == 3 else (v_width[1] * v_width[3]).value
+        if q_width is None or size is None:
+            raise RefusalError("the sizes of Q and V, which divide the bias, are not known")
+        parts = op.split(bias, 0, [q_width, q_width, size])
+        # K and V of four dimensions are projected, with their bias, before.
+        sums = [
+            op.op("Add", tensor, part) if op.facts.rank(tensor) == 3 else tensor
+            for tensor, part in zip((query, key, value), parts, strict=True)
+        ]
+        return sums[0], sums[1], sums[2]
+
+
+class PackedProjection(Rule):
+    """com.microsoft::Attention: one projection of the input makes Q, K and V, which stay in one tensor."""
+
+    kinds = (f"{DOMAIN}::Attention",)
+    inputs = ("input", "weights", "bias", "mask_index", "past", "attention_bias", "past_sequence_length")
+
+    def rewrite(self, fusion: Fusion, candidate: Candidate) -> Rewrite:
+        op = Contributed(fusion, candidate.node, self.inputs)
+        op.kind("input")
+        op.refuse(
+            past_sequence_length=_BUFFER,
+            past_present_share_buffer=_BUFFER,
+            do_rotary="the angles are made inside; write it as RotaryEmbedding and MultiHeadAttention",
+        )
+        batch, queries, _ = op.dims("input", 3)
+        projected = op.op("MatMul", op.required("input"), op.required("weights"))
+        if op.input("bias") is not None:
+            projected = op.op("Add", projected, op.required("bias"))
+        inputs: dict[str, ir.Value | None] = dict.fromkeys(schema.INPUTS)
+        attributes = _attributes(op, op.attribute("num_heads"))
+        attributes["is_causal"] = _causal(op, queries, queries)
+        sizes = list(op.attribute("qkv_hidden_sizes", ()))
+        if len(set(sizes)) <= 1:
+            inputs["Q"] = projected
+            attributes["qkv_layout"] = "3hd"
+        else:
+            inputs |= dict(zip("QKV", op.split(projected, 2, sizes), strict=True))
+        keys, past = queries, op.input("past")
+
+        def count() -> ir.Value:
+            new = op.count(op.required("input"), 1)
+            return new if past is None else op.op("Add", new, op.count(past, 3))
+
+        if past is not None:
+            keys = keys + op.dims("past", 5)[3]
+            halves = [op.op("Squeeze", half, op.builder.ints([0])) for half in op.split(past, 0, [1, 1])]
+            inputs |= {"past_key": halves[0], "past_value": halves[1]}
+        inputs["attn_mask"] = _mask(op, "mask_index", (batch, queries, keys), count)
+        present = next((value for value in op.node.outputs[1:2] if is_used(value)), None)
+        return op.rewrite(Site(op.node, inputs, attributes, [op.node.outputs[0]], present))

@@ -1,0 +1,483 @@
+"""com.microsoft's attention operators: what ONNX Runtime's own kernels compute, fused; else float64 or a reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from flashonnx.export import fuse
+from models import attributes, fuse_and_check, nodes, op_types, random_inputs, run
+from onnx import TensorProto, helper
+
+SIZES = ({"b": 2, "s": 5, "t": 7, "p": 3}, {"b": 1, "s": 9, "t": 3, "p": 1}, {"b": 3, "s": 1, "t": 4, "p": 2})
+SQUARE = tuple({**size, "t": size["s"]} for size in SIZES)
+Shape = list[int | str]
+Inputs = dict[str, Shape | None]
+INT = {"mask", "lengths", "total"}
+
+
+def model(op_type: str, inputs: Inputs, outputs: dict[str, Shape], opset: int = 18, **given: Any) -> onnx.ModelProto:
+    """One operator; an input without a shape is left out. Integer inputs are those in INT."""
+    names = [name if shape is not None else "" for name, shape in inputs.items()]
+    node = helper.make_node(op_type, names, list(outputs), name="attention", domain="com.microsoft", **given)
+    values = [
+        helper.make_tensor_value_info(name, TensorProto.INT32 if name in INT else TensorProto.FLOAT, shape)
+        for name, shape in inputs.items()
+        if shape is not None
+    ]
+    results = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in outputs.items()]
+    opsets = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(helper.make_graph([node], "g", values, results), opset_imports=opsets, ir_version=10)
+
+
+def fed(before: onnx.ModelProto, sizes: dict[str, int], seed: int = 0, **inputs: Any) -> dict[str, np.ndarray]:
+    return random_inputs(before, sizes, seed) | {name: np.asarray(value) for name, value in inputs.items()}
+
+
+# -- MultiHeadAttention
+
+QKV: Inputs = {"query": ["b", "s", 16], "key": ["b", "t", 16], "value": ["b", "t", 16]}
+Y: dict[str, Shape] = {"y": ["b", "s", 16]}
+REST = ("bias", "mask", "attention_bias", "past_key", "past_value")
+
+
+def multi_head(inputs: Inputs | None = None, outputs: dict[str, Shape] | None = None, **given: Any) -> onnx.ModelProto:
+    """MultiHeadAttention with `inputs` beside or instead of plain Q, K and V."""
+    every: Inputs = {**QKV, **dict.fromkeys(REST), **(inputs or {})}
+    return model("MultiHeadAttention", every, outputs or Y, **{"num_heads": 2, **given})
+
+
+MHA: dict[str, tuple[Inputs, dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "scale": ({}, {"scale": 0.1}),
+    "scale of 0, which is none": ({}, {"scale": 0.0}),
+    "V of another size": ({"value": ["b", "t", 24]}, {}),
+    "K and V of four dimensions": ({"key": ["b", 2, "t", 8], "value": ["b", 2, "t", 8]}, {}),
+    "bias": ({"bias": [48]}, {}),
+    "bias, with K and V of four dimensions": (
+        {"key": ["b", 2, "t", 8], "value": ["b", 2, "t", 8], "bias": [48]}, {},
+    ),
+    "mask of keys": ({"mask": ["b", "t"]}, {}),
+    "mask of keys, nearly soft": ({"mask": ["b", "t"]}, {"mask_filter_value": -2.0}),
+    "mask of queries and keys": ({"mask": ["b", "s", "t"]}, {}),
+    "attention_bias of heads": ({"attention_bias": [1, 2, "s", "t"]}, {}),
+    "attention_bias of sentences": ({"attention_bias": ["b", 1, "s", "t"]}, {}),
+    "attention_bias and mask": ({"attention_bias": ["b", 2, "s", "t"], "mask": ["b", "t"]}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MHA)
+def test_multi_head(name: str) -> None:
+    inputs, given = MHA[name]
+    outputs = {"y": ["b", "s", 24]} if "another" in name else Y
+    fused, report = fuse_and_check(multi_head(inputs, outputs, **given), *SIZES)
+    assert not any(node.domain == "com.microsoft" for node in fused.graph.node)
+    assert report.sites[0].kind == "com.microsoft::MultiHeadAttention"
+    if name == "plain":
+        assert op_types(fused) == {"FlashAttention"}
+        assert attributes(nodes(fused)[0]) == {"q_num_heads": 2, "kv_num_heads": 2}
+
+
+def test_no_mask_grows() -> None:
+    """A mask of keys is no matrix of queries and keys."""
+    _, report = fuse_and_check(multi_head({"mask": ["b", "t"]}), *SIZES)
+    assert "attn_mask (b, 1, 1, t)" in report.sites[0].became
+
+
+def test_values_of_masks() -> None:
+    """Above 0 attends, whatever the number; a sentence may be masked as a whole."""
+    before = multi_head({"mask": ["b", "t"]})
+    after, _ = fuse_and_check(before)
+    inputs = fed(before, SIZES[0], mask=np.array([[5, -2, 1, 0, 3, 0, -1], [0] * 7], np.int32))
+    np.testing.assert_allclose(run(after, inputs)[0], run(before, inputs)[0], atol=2e-3)
+    np.testing.assert_allclose(run(after, inputs)[0][0], run(before, inputs)[0][0], atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [[3, 7], [7, 1], [0, 4]])
+def test_lengths(lengths: list[int]) -> None:
+    """(batch,), and (3 * batch + 2,) which has more behind them."""
+    for shape, mask in ((["b"], lengths), (["3*b + 2"], [*lengths, 0, 7, 14, 0, 7, 14])):
+        before = multi_head({"mask": shape})
+        inputs = fed(before, SIZES[0] | {"3*b + 2": 8}, mask=np.array(mask, np.int32))
+        after, _ = fuse_and_check(before)
+        # scores of a sentence without keys lose digits to -10000
+        np.testing.assert_allclose(run(after, inputs)[0], run(before, inputs)[0], atol=2e-3 if 0 in lengths else 2e-5)
+
+
+def test_causal() -> None:
+    square: Inputs = {"query": ["b", "s", 16], "key": ["b", "s", 16], "value": ["b", "s", 16]}
+    fused, _ = fuse_and_check(multi_head(square, unidirectional=1), *SIZES)
+    assert attributes(nodes(fused)[0])["is_causal"] == 1
+    fuse_and_check(multi_head({**square, "mask": ["b", "s"]}, unidirectional=1), *SIZES[:2])
+    _, report = fuse_and_check(multi_head(unidirectional=1), fused=0, total=1)
+    assert "disagree" in report.sites[0].reason
+
+
+@pytest.mark.parametrize("given", [{}, {"unidirectional": 1}])
+@pytest.mark.parametrize("mask", [None, ["b", "total"]])
+def test_past(given: dict[str, Any], mask: Shape | None) -> None:
+    """Past keys come first; the new ones follow them in present_key."""
+    state: Shape = ["b", 2, "p", 8]
+    inputs: Inputs = {
+        "query": ["b", "s", 16], "key": ["b", "s", 16], "value": ["b", "s", 16], "past_key": state,
+        "past_value": state, "mask": ["b", "p + s"] if mask else None,
+    }  # fmt: skip
+    outputs = {**Y, "present_key": ["b", 2, "p + s", 8], "present_value": ["b", 2, "p + s", 8]}
+    for sizes in SIZES:
+        before = multi_head(inputs, outputs, **given)
+        fused, _ = fuse_and_check(before, sizes | {"p + s": sizes["p"] + sizes["s"]})
+        assert nodes(fused)
+
+
+def test_behind_a_projection() -> None:
+    """Q, K and V cut out of one tensor are one tensor still."""
+    before = multi_head({name: ["b", "s", 16] for name in ("query", "key", "value")})
+    split = helper.make_node("Split", ["x"], ["query", "key", "value"], axis=2, num_outputs=3)
+    before.graph.node.insert(0, split)
+    del before.graph.input[:]
+    before.graph.input.append(helper.make_tensor_value_info("x", TensorProto.FLOAT, ["b", "s", 48]))
+    fused, _ = fuse_and_check(before, *SIZES)
+    assert op_types(fused) == {"FlashAttention"}
+    assert attributes(nodes(fused)[0])["qkv_layout"] == b"3hd"
+
+
+def naive(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, *, allowed: np.ndarray | None = None, bias: np.ndarray | float = 0.0
+) -> np.ndarray:
+    """Attention of (b, s, h, d) tensors in float64; (b, s, h * d)."""
+    q, k, v = (x.astype(np.float64).swapaxes(1, 2) for x in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat(group, 1).swapaxes(2, 3) / np.sqrt(q.shape[3]) + bias
+    if allowed is not None:
+        scores = np.where(allowed, scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    y = weights / weights.sum(-1, keepdims=True) @ v.repeat(group, 1)
+    return y.swapaxes(1, 2).reshape(y.shape[0], y.shape[2], -1)
+
+
+def test_packed() -> None:
+    """Packed Q, K, V and packed K, V run on CUDA alone: compared with float64."""
+    for mask in (None, ["b", "s"]):
+        before = multi_head({"query": ["b", "s", 2, 3, 8], "key": None, "value": None, "mask": mask})
+        fused, report = fuse(before)
+        assert report.fused == 1
+        assert attributes(nodes(fused)[0])["qkv_layout"] == b"h3d"
+        for sizes in SIZES:
+            inputs = fed(before, sizes)
+            if mask:
+                inputs["mask"][:, 0] = 1
+            q, k, v = (inputs["query"][:, :, :, part] for part in range(3))
+            allowed = inputs["mask"][:, None, None] > 0 if mask else None
+            np.testing.assert_allclose(run(fused, inputs)[0], naive(q, k, v, allowed=allowed), atol=1e-5)
+    before = multi_head({"key": ["b", "t", 2, 2, 8], "value": None})
+    fused, report = fuse(before)
+    assert report.fused == 1
+    for sizes in SIZES:
+        inputs = fed(before, sizes)
+        q = inputs["query"].reshape(sizes["b"], sizes["s"], 2, 8)
+        wanted = naive(q, *(inputs["key"][:, :, :, part] for part in range(2)))
+        np.testing.assert_allclose(run(fused, inputs)[0], wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "given", "reason"),
+    [
+        (
+            {},
+            {**Y, "present_key": ["b", 2, "t", 8], "present_value": ["b", 2, "t", 8], "qk": ["b", 2, "s", "t"]},
+            {},
+            "qk",
+        ),
+        ({"mask": ["n"]}, Y, {}, "which kind of index"),
+        ({"mask": ["b", "n"]}, Y, {}, "covers"),
+        ({"query": ["b", "s", 2, 3, 8], "key": None, "value": None, "bias": [48]}, Y, {}, "bias"),
+        ({"key": None, "value": None}, Y, {}, "'key' is absent"),
+        ({}, Y, {"scale": -1.0}, "not positive"),
+        ({"past_sequence_length": [1]}, Y, {}, "in place"),
+        ({"cache_indirection": ["b", 1, "t"]}, Y, {}, "in place"),
+    ],
+)
+def test_multi_head_left(inputs: Inputs, outputs: dict[str, Shape], given: dict[str, Any], reason: str) -> None:
+    """Left alone, to the last bit, with the reason."""
+    every = {"past_sequence_length": None, **inputs} if "cache_indirection" in inputs else inputs
+    before = multi_head(every, outputs, **given)
+    after, report = fuse(before)
+    assert after is before
+    assert reason in report.sites[0].reason, report.sites[0].reason
+
+
+# -- Attention
+
+
+X: Inputs = {"x": ["b", "s", 12], "w": [12, 48], "bias": [48]}
+AFTER = ("mask", "past", "attention_bias")
+
+
+def projecting(inputs: Inputs | None = None, outputs: dict[str, Shape] | None = None, **given: Any) -> onnx.ModelProto:
+    every: Inputs = {**X, **dict.fromkeys(AFTER), **(inputs or {})}
+    return model("Attention", every, outputs or Y, **{"num_heads": 2, **given})
+
+
+ATTENTION: dict[str, tuple[Inputs, dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "no bias": ({"bias": None}, {}),
+    "scale": ({}, {"scale": 0.1}),
+    "causal": ({}, {"unidirectional": 1}),
+    "mask of keys": ({"mask": ["b", "s"]}, {}),
+    "mask of keys, causal": ({"mask": ["b", "s"]}, {"unidirectional": 1, "mask_filter_value": -20.0}),
+    "mask of queries and keys": ({"mask": ["b", "s", "s"]}, {}),
+    "attention_bias": ({"attention_bias": [1, 2, "s", "s"]}, {}),
+    "attention_bias and mask": ({"attention_bias": ["b", 2, "s", "s"], "mask": ["b", "s"]}, {}),
+    "equal sizes": ({}, {"qkv_hidden_sizes": [16, 16, 16]}),
+    "V of another size": ({"w": [12, 56], "bias": [56]}, {"qkv_hidden_sizes": [16, 16, 24]}),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_projecting(name: str) -> None:
+    """MatMul, Add and a node that takes the projection as it is."""
+    inputs, given = ATTENTION[name]
+    different = "another" in name
+    fused, _ = fuse_and_check(projecting(inputs, {"y": ["b", "s", 24]} if different else Y, **given), *SIZES)
+    assert not any(node.domain == "com.microsoft" for node in fused.graph.node)
+    assert ("Split" in op_types(fused)) == different
+    if not different:
+        assert attributes(nodes(fused)[0])["qkv_layout"] == b"3hd"
+    if name == "plain":
+        assert op_types(fused) == {"FlashAttention", "MatMul", "Add"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "mask"),
+    [
+        (["b"], [3, 5]),
+        (["b"], [0, 5]),
+        (["2*b"], [4, 5, 1, 2]),
+        (["2*b"], [5, 2, 0, 1]),
+        (["3*b + 2"], [3, 5, 0, 5, 10, 0, 5, 10]),
+    ],
+)
+@pytest.mark.parametrize("opset", [17, 18])
+def test_index_of_masks(shape: Shape, mask: list[int], opset: int) -> None:
+    """Lengths; ends, then starts; lengths and the places of sentences."""
+    before = projecting({"mask": shape}, opset=opset)
+    after, _ = fuse_and_check(before)
+    inputs = fed(before, SIZES[0] | {"2*b": 4, "3*b + 2": 8}, mask=np.array(mask, np.int32))
+    np.testing.assert_allclose(run(after, inputs)[0], run(before, inputs)[0], atol=2e-3 if 0 in mask[:2] else 2e-5)
+
+
+@pytest.mark.parametrize("given", [{}, {"unidirectional": 1}])
+@pytest.mark.parametrize("mask", [None, ["b", "p + s"]])
+@pytest.mark.parametrize("present", [True, False])
+def test_past_in_one_tensor(given: dict[str, Any], mask: Shape | None, present: bool) -> None:
+    """GPT-2 as ONNX Runtime's optimizer makes it: (2, batch, heads, past, size)."""
+    outputs = {**Y, **({"present": [2, "b", 2, "p + s", 8]} if present else {})}
+    before = projecting({"past": [2, "b", 2, "p", 8], "mask": mask}, outputs, **given)
+    if not present:  # ONNX Runtime wants it to be there
+        before.graph.node[0].output.append("present")
+    for sizes in SIZES:
+        fused, _ = fuse_and_check(before, sizes | {"p + s": sizes["p"] + sizes["s"]})
+        assert nodes(fused)
+
+
+def test_present_without_a_past() -> None:
+    fuse_and_check(projecting(None, {**Y, "present": [2, "b", 2, "s", 8]}), *SIZES)
+
+
+def test_mask_of_four_dimensions() -> None:
+    """Runs on CUDA alone: compared with float64."""
+    before = projecting({"mask": ["b", 1, "s", "s"]})
+    fused, report = fuse(before)
+    assert report.fused == 1
+    inputs = fed(before, SIZES[0])
+    inputs["mask"][..., 0] = 1
+    packed = inputs["x"].astype(np.float64) @ inputs["w"] + inputs["bias"]
+    q, k, v = (part.reshape(2, 5, 2, 8) for part in np.split(packed, 3, -1))
+    np.testing.assert_allclose(run(fused, inputs)[0], naive(q, k, v, allowed=inputs["mask"] > 0), atol=1e-4)
+
+
+def test_masks_are_shared() -> None:
+    """Layers that have one mask have one bias."""
+    second = projecting({"mask": ["b", "s"]})
+    layer = second.graph.node[0]
+    wide = helper.make_node("Slice", ["y0", "zero", "twelve", "axis"], ["x1"])
+    first = helper.make_node("Attention", ["x", "w", "bias", "mask"], ["y0"], domain="com.microsoft", num_heads=2)
+    layer.input[0] = "x1"
+    constants = [
+        helper.make_node("Constant", [], [name], value_ints=[number])
+        for name, number in (("zero", 0), ("twelve", 12), ("axis", 2))
+    ]
+    del second.graph.node[:]
+    second.graph.node.extend([*constants, first, wide, layer])
+    fused, _ = fuse_and_check(second, *SIZES, fused=2)
+    masks = {node.input[3] for node in nodes(fused)}
+    assert len(masks) == 1
+    assert [node.op_type for node in fused.graph.node].count("Where") == 1
+
+
+@pytest.mark.parametrize(
+    ("inputs", "given", "reason"),
+    [
+        ({"mask": ["b", 1, 64, 64]}, {}, "covers"),
+        ({}, {"do_rotary": 1}, "do_rotary"),
+        ({"past": [2, "b", 2, "m", 8]}, {"past_present_share_buffer": 1}, "in place"),
+        ({"x": None}, {}, "input"),
+    ],
+)
+def test_projecting_left(inputs: Inputs, given: dict[str, Any], reason: str) -> None:
+    before = projecting(inputs, **given)
+    after, report = fuse(before)
+    assert after is before
+    assert reason in report.sites[0].reason, report.sites[0].reason
+
+
+# -- GroupQueryAttention
+
+
+GROUPED: Inputs = {
+    "query": ["b", "s", 64], "key": ["b", "s", 32], "value": ["b", "s", 32], "past_key": None, "past_value": None,
+    "lengths": ["b"], "total": [],
+}  # fmt: skip
+MORE = ("cos", "sin", "position_ids", "attention_bias", "sink")
+STATES: dict[str, Shape] = {"present_key": ["b", 2, "s", 16], "present_value": ["b", 2, "s", 16]}
+
+
+def grouped(inputs: Inputs | None = None, outputs: dict[str, Shape] | None = None, **given: Any) -> onnx.ModelProto:
+    every: Inputs = {**GROUPED, **dict.fromkeys(MORE), **(inputs or {})}
+    heads = {"num_heads": 4, "kv_num_heads": 2}
+    return model("GroupQueryAttention", every, outputs or {"y": ["b", "s", 64]}, **{**heads, **given})
+
+
+def angles(sizes: dict[str, int], half: int = 8) -> dict[str, np.ndarray]:
+    turns = np.arange(sizes["m"])[:, None] * 100.0 ** -np.linspace(0, 1, half)
+    return {"cos": np.cos(turns).astype(np.float32), "sin": np.sin(turns).astype(np.float32)}
+
+
+def check_grouped(before: onnx.ModelProto, *, half: int = 8, rows: bool = True) -> onnx.ModelProto:
+    """The same answers for full and for ragged sentences, those of the padding's queries included."""
+    fused, _ = fuse_and_check(before)
+    for number, sizes in enumerate(SIZES):
+        named = sizes | {"m": 32}
+        random = np.random.default_rng(number)
+        for lengths in (np.full(sizes["b"], sizes["s"]), random.integers(1, sizes["s"] + 1, sizes["b"])):
+            inputs = fed(before, named, number, lengths=lengths.astype(np.int32) - 1, total=np.int32(sizes["s"]))
+            inputs |= {name: value for name, value in angles(named, half).items() if name in inputs}
+            for want, got in zip(run(before, inputs), run(fused, inputs), strict=True):
+                np.testing.assert_allclose(got, want, atol=2e-5)
+    return fused
+
+
+GQA: dict[str, tuple[Inputs, dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "scale": ({}, {"scale": 0.1}),
+    "softcap": ({}, {"softcap": 1.5}),
+    "not causal": ({}, {"causal": 0}),
+    "sink": ({"sink": [4]}, {}),
+    "smooth": ({}, {"smooth_softmax": 1}),
+    "sink and softcap": ({"sink": [4]}, {"softcap": 1.5}),
+    "bias of heads": ({"attention_bias": [1, 4, "s", "s"]}, {}),
+    "bias of sentences, softcap": ({"attention_bias": ["b", 1, "s", "s"]}, {"softcap": 1.5}),
+    "bias, not causal": ({"attention_bias": ["b", 1, "s", "s"]}, {"causal": 0}),
+    "packed": ({"query": ["b", "s", 128], "key": None, "value": None}, {}),
+    "packed, as many heads": ({"query": ["b", "s", 192], "key": None, "value": None}, {"kv_num_heads": 4}),
+    "rotary": ({"cos": ["m", 8], "sin": ["m", 8]}, {"do_rotary": 1}),
+    "rotary, interleaved": ({"cos": ["m", 8], "sin": ["m", 8]}, {"do_rotary": 1, "rotary_interleaved": 1}),
+    "rotary, packed": (
+        {"query": ["b", "s", 128], "key": None, "value": None, "cos": ["m", 8], "sin": ["m", 8]}, {"do_rotary": 1},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GQA)
+def test_grouped(name: str) -> None:
+    inputs, given = GQA[name]
+    fused = check_grouped(grouped(inputs, **given))
+    (node,) = nodes(fused)
+    assert ({"RotaryEmbedding"} <= op_types(fused)) == ("rotary" in name)
+    if name in ("packed", "packed, as many heads"):
+        assert attributes(node)["qkv_layout"] == (b"gqa" if name == "packed" else b"3hd")
+        assert "Split" not in op_types(fused)
+    if name == "not causal":
+        assert node.input[6] and not node.input[3]  # lengths, and no mask
+
+
+def test_grouped_part_of_the_head_turns() -> None:
+    inputs: Inputs = {"query": ["b", "s", 128], "key": ["b", "s", 64], "value": ["b", "s", 64]}
+    before = grouped(
+        {**inputs, "cos": ["m", 8], "sin": ["m", 8]}, {"y": ["b", "s", 128]}, do_rotary=1, rotary_interleaved=0
+    )
+    check_grouped(before)
+
+
+def test_grouped_present() -> None:
+    """The present keys are the new ones, turned."""
+    outputs = {"y": ["b", "s", 64], **STATES}
+    check_grouped(grouped(None, outputs))
+    check_grouped(grouped({"cos": ["m", 8], "sin": ["m", 8]}, outputs, do_rotary=1))
+
+
+def test_grouped_positions() -> None:
+    """All places shifted alike, as a prompt's are, change nothing; present keys would show them."""
+    inputs: Inputs = {"cos": ["m", 8], "sin": ["m", 8], "position_ids": ["b", "s"]}
+    before = grouped(inputs, do_rotary=1)
+    position = next(value for value in before.graph.input if value.name == "position_ids")
+    position.type.tensor_type.elem_type = TensorProto.INT64
+    fused, _ = fuse_and_check(before)
+    sizes = SIZES[0] | {"m": 32}
+    places = np.arange(5)[None] + np.array([[4], [4]])
+    full = np.full(2, 4, np.int32)
+    given = fed(before, sizes, position_ids=places, lengths=full, total=np.int32(5), **angles(sizes))
+    np.testing.assert_allclose(run(fused, given)[0], run(before, given)[0], atol=2e-5)
+    with_states = grouped(inputs, {"y": ["b", "s", 64], **STATES}, do_rotary=1)
+    _, report = fuse(with_states)
+    assert "position_ids" in report.sites[0].reason
+
+
+PAST: Shape = ["b", 2, "p", 16]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "given", "reason"),
+    [
+        ({"past_key": PAST, "past_value": PAST}, {}, "in place"),
+        ({"past_key": PAST, "past_value": PAST}, {"sliding_window_cache": 1, "local_window_size": 4}, "in place"),
+        ({}, {"local_window_size": 4}, "local_window_size"),
+        ({"value": None}, {}, "together"),
+        ({}, {"do_rotary": 1}, "cos_cache"),
+        ({}, {"scale": -0.5}, "not positive"),
+    ],
+)
+def test_grouped_left(inputs: Inputs, given: dict[str, Any], reason: str) -> None:
+    before = grouped(inputs, **given)
+    after, report = fuse(before)
+    assert after is before
+    assert reason in report.sites[0].reason, report.sites[0].reason
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("PackedMultiHeadAttention", "one behind the other"),
+        ("PagedAttention", "paged"),
+        ("DecoderMaskedMultiHeadAttention", "in place"),
+        ("QAttention", "quantized"),
+        ("SparseAttention", "blocks"),
+    ],
+)
+def test_operators_that_need_more(name: str, reason: str) -> None:
+    before = model(name, {"q": ["b", "s", 16], "k": ["b", "s", 16], "v": ["b", "s", 16]}, Y, num_heads=2)
+    after, report = fuse(before)
+    assert after is before
+    assert reason in report.sites[0].reason
+
+
+@pytest.mark.parametrize("kind", [TensorProto.DOUBLE, TensorProto.INT8])
+def test_types_without_kernels(kind: int) -> None:
+    before = multi_head()
+    for value in before.graph.input:
+        value.type.tensor_type.elem_type = kind
+    after, report = fuse(before)
+    assert after is before
+    assert "there are kernels for" in report.sites[0].reason
