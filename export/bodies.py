@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,20 +28,59 @@ _STANDARD_ATTRIBUTES = (
 
 
 def standard_body(w: NodeWriter, s: Signature) -> None:
-    """One node Attention; the signature must be one that it can say."""
-    inputs = [name if s.has(name) else "" for name in _STANDARD_INPUTS]
-    outputs = [name if s.has(name) else "" for name in _STANDARD_OUTPUTS]
-    for names in (inputs, outputs):
-        while not names[-1]:
-            names.pop()
-    given = dict(s.attributes)
+    """One node Attention, with Splits before it where Q carries all three; it must be one that Attention can say."""
+    names = {name: name if s.has(name) else "" for name in (*_STANDARD_INPUTS, *_STANDARD_OUTPUTS)}
+    given = schema.without_defaults(dict(s.attributes))
     attributes = {name: given[name] for name in _STANDARD_ATTRIBUTES if name in given}
-    if s.rank == 4:  # the shapes tell, and Attention refuses the attributes
+    layout = s.attribute("qkv_layout")
+    if layout != "separate":
+        names["Q"], names["K"], names["V"] = _split(w, s, layout)
+        attributes |= {"q_num_heads": s.q_heads, "kv_num_heads": s.kv_heads or s.q_heads}
+    elif s.rank == 4:  # the shapes tell, and Attention refuses the attributes
         attributes.pop("q_num_heads", None)
         attributes.pop("kv_num_heads", None)
+    if s.mask and s.opset < 25 and not s.mask_rows:
+        names["attn_mask"] = _all_rows(w, s, names["Q"])
+    if s.has("past_key"):  # ONNX Runtime wants both, whether anybody reads them or not
+        for name in ("present_key", "present_value"):
+            names[name] = names[name] or f"unread_{name}"
     if s.dtype != "float":
         attributes["softmax_precision"] = TensorProto.FLOAT
-    w.ops("Attention", *inputs, to=outputs, **attributes)
+    major = layout == "time_major"
+    names["Y"] = "batch_major_y" if major else "Y"
+    w.ops("Attention", *_given(names, _STANDARD_INPUTS), to=_given(names, _STANDARD_OUTPUTS), **attributes)
+    if major:
+        w.op("Transpose", names["Y"], to="Y", perm=[1, 0, 2])
+
+
+def _given(names: dict[str, str], order: Sequence[str]) -> list[str]:
+    found = [names[name] for name in order]
+    while not found[-1]:
+        found.pop()
+    return found
+
+
+def _split(w: NodeWriter, s: Signature, layout: str) -> list[str]:
+    """Q, K, V as (B, S, heads * size), out of the one input that carries them."""
+    assert s.q_heads is not None
+    q_heads, kv_heads = s.q_heads, s.kv_heads or s.q_heads
+    if layout == "h3d":
+        heads = w.op("Reshape", "Q", w.ints(0, 0, q_heads, -1 if s.size is None else 3 * s.size))
+        parts = w.ops("Split", heads, to=[None] * 3, axis=3, num_outputs=3)
+    else:
+        heads = w.op("Reshape", "Q", w.ints(0, 0, q_heads + 2 * kv_heads, -1 if s.size is None else s.size))
+        parts = w.ops("Split", heads, w.ints(q_heads, kv_heads, kv_heads), to=[None] * 3, axis=2)
+    if layout == "time_major":
+        parts = [w.op("Transpose", part, perm=[1, 0, 2, 3]) for part in parts]
+    widths = [-1 if s.size is None else count * s.size for count in (q_heads, kv_heads, kv_heads)]
+    return [w.op("Reshape", part, w.ints(0, 0, width)) for part, width in zip(parts, widths, strict=True)]
+
+
+def _all_rows(w: NodeWriter, s: Signature, query: str) -> str:
+    """The mask with a row for each query, without which ONNX Runtime's CPU provider refuses it below opset 25."""
+    rows = w.size(query, 2 if s.rank == 4 and s.attribute("qkv_layout") == "separate" else 1)
+    ones = [w.ints(*[1] * (s.mask_rank - 2))] if s.mask_rank > 2 else []
+    return w.op("Expand", "attn_mask", w.op("Concat", *ones, rows, w.ints(1), axis=0))
 
 
 def plain_body(w: NodeWriter, s: Signature) -> None:

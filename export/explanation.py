@@ -24,8 +24,9 @@ def explain(model: AnyModel, report: Report, name: str) -> str:
         ValueError: there is no such node.
     """
     source = load(model).model
-    functions = [function for key, function in source.functions.items() if key[0] != schema.DOMAIN]
-    nodes = [node for holder in (source.graph, *functions) for node in holder.all_nodes()]
+    holders: list[ir.Graph | ir.Function] = [source.graph]
+    holders += [function for key, function in source.functions.items() if key[0] != schema.DOMAIN]
+    nodes = [node for holder in holders for node in holder.all_nodes()]
     node = next((node for node in nodes if name == node.name or name in (value.name for value in node.outputs)), None)
     known = report.explain(name)
     if not known and node is not None:

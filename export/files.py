@@ -87,7 +87,8 @@ def _checked(proto: onnx.ModelProto, what: str) -> ir.Model:
 
 
 def _check(model: ir.Model, what: str) -> None:
-    for holder in (model.graph, *model.functions.values()):
+    holders: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    for holder in holders:
         _check_graph(holder, (), f"{what} is not a valid ONNX model")
 
 

@@ -109,7 +109,7 @@ class Flow:
 
     def derives(self, value: ir.Value | None, origin: ir.Node) -> bool:
         """Whether `value` is made of what `origin` makes, products included."""
-        pending, seen = deque([value]), set()
+        pending, seen = deque([value]), set[ir.Node]()
         while pending and len(seen) < _VISITS:
             value = pending.popleft()
             node = value.producer() if value is not None else None
@@ -166,7 +166,7 @@ class Flow:
         for index in _data_inputs(node):
             value = node.inputs[index]
             if value is not None and not self._facts.is_fixed(value):
-                yield trail.mapped(value, lambda a, v=value: self._axis(node, trail.value, v, a, upstream=True))
+                yield self._carried(trail, node, value, upstream=True)
 
     # -- downstream
 
@@ -186,9 +186,7 @@ class Flow:
                         yield mixed
             elif kind is None and index in _data_inputs(node) and not self._reduces(node, trail.axis):
                 for value in node.outputs:
-                    yield trail.mapped(
-                        value, lambda a, v=value, n=node: self._axis(n, trail.value, v, a, upstream=False)
-                    )
+                    yield self._carried(trail, node, value, upstream=False)
         graph = trail.value.graph
         if trail.value.is_graph_output() and isinstance(graph, ir.Graph) and graph in self._parents:
             parent = self._parents[graph]
@@ -277,6 +275,10 @@ class Flow:
         own, others = (output, labels) if index is None else (labels[index], [labels[1 - index], output])
         batch = {label for label in own if all(label in other for other in others)}
         return all(-axis <= len(own) and own[axis] in batch for axis in trail.spent if axis is not None)
+
+    def _carried(self, trail: _Trail, node: ir.Node, value: ir.Value, *, upstream: bool) -> _Trail:
+        """The trail at `value`, on the other side of `node`."""
+        return trail.mapped(value, lambda axis: self._axis(node, trail.value, value, axis, upstream=upstream))
 
     def _axis(self, node: ir.Node, here: ir.Value, there: ir.Value, axis: int, *, upstream: bool) -> Axis:
         """Where `axis` of `here` is in `there`, on the other side of `node`."""

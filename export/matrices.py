@@ -78,19 +78,19 @@ def _of_operator(facts: Facts, node: ir.Node) -> Dims | None:
         return None
     inputs = dict(zip(schema.INPUTS, node.inputs, strict=False))
     query, key, past = (facts.dims(inputs.get(name)) for name in ("Q", "K", "past_key"))
-    attributes = {name: attribute.value for name, attribute in node.attributes.items()}
-    layout, heads = attributes.get("qkv_layout", "separate"), attributes.get("q_num_heads")
+    layout = node.attributes["qkv_layout"].as_string() if "qkv_layout" in node.attributes else "separate"
+    heads = Dim.of(node.attributes["q_num_heads"].as_int()) if "q_num_heads" in node.attributes else None
     if query is None:
         return None
     if layout != "separate":
         batch, length = (1, 0) if layout == "time_major" else (0, 1)
-        count = Dim.of(heads) if heads else query[{"3hd": 3, "h3d": 2}[layout]] if len(query) == 5 else None
-        return (query[batch], count, query[length], query[length]) if count is not None else None
-    if key is None or len(key) != len(query) or (len(query) != 4 and not (len(query) == 3 and heads)):
+        heads = heads or (query[{"3hd": 3, "h3d": 2}[layout]] if len(query) == 5 else None)
+        return (query[batch], heads, query[length], query[length]) if heads is not None else None
+    if key is None or len(key) != len(query) or len(query) not in (3, 4):
         return None
-    batch_heads = query[:2] if len(query) == 4 else (query[0], Dim.of(heads))
+    heads = query[1] if len(query) == 4 else heads
     keys = key[-2] + past[2] if past is not None and len(past) == 4 else key[-2]
-    return (*batch_heads, query[-2], keys)
+    return (query[0], heads, query[-2], keys) if heads is not None else None
 
 
 def _text(dim: Dim) -> str:

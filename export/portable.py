@@ -163,28 +163,24 @@ def _key_count(dims: list[Any], rank: int, layout: str) -> Any:
 def says_all(signature: Signature) -> bool:
     """Whether one standard Attention of the signature's opset means the same."""
     s = signature
-    if s.opset < 23 or s.has("sinks") or s.has("lse") or s.attribute("qkv_layout") != "separate":
+    if s.opset < 23 or s.has("sinks") or s.has("lse") or s.attribute("empty_row") != "zero":
         return False
-    if s.attribute("empty_row") != "zero" or (s.has("nonpad_kv_seqlen") and s.opset < 24):
+    if s.has("nonpad_kv_seqlen") and s.opset < 24:
         return False
     windows = s.attribute("left_window_size") != -1 or s.attribute("right_window_size") != -1
     return not (windows and s.opset < 25) and not (s.mask and s.mask_is_short and s.opset < 24)
 
 
 def runs_on_cpu(signature: Signature) -> bool:
-    """Whether ONNX Runtime's CPU provider runs that standard Attention.
+    """Whether ONNX Runtime's CPU provider runs that standard Attention as `standard_body` writes it.
 
-    It refuses masks of rank 1, masks that broadcast over queries below opset 25, short masks, a past
-    without present outputs and, at run time, no keys at all.
+    It refuses masks of rank 1, short masks, present outputs without a past and, at run time, no keys at all. Masks that
+    broadcast over queries it refuses below opset 25, where they are expanded.
     """
     s = signature
-    if s.mask and (s.mask_is_short or s.mask_rank < 2 or not (s.mask_rows or s.opset >= 25)):
+    if s.mask and (s.mask_is_short or s.mask_rank < 1 or (s.mask_rank < 2 and s.opset >= 25)):
         return False
-    if s.has("past_key") and not (s.has("present_key") and s.has("present_value")):
-        return False
-    if s.has("present_key") != s.has("present_value"):
-        return False
-    return s.has("past_key") or not s.has("present_key")
+    return s.has("past_key") or not (s.has("present_key") or s.has("present_value"))
 
 
 def function_of(signature: Signature, *, prefer_standard: bool = False) -> onnx.FunctionProto:
@@ -193,14 +189,17 @@ def function_of(signature: Signature, *, prefer_standard: bool = False) -> onnx.
     Args:
         signature: what the node has.
         prefer_standard: take a standard Attention also for a float mask (of which ONNX Runtime's
-            CPU provider makes 0, not the mean of V, where a row is finfo.min throughout), for
-            lengths (which it does not clamp) and for bfloat16 (which it does not run).
+            CPU provider makes 0, not the mean of V, where a row is finfo.min throughout), for a mask
+            that must be expanded for it, for lengths (which it does not clamp) and for bfloat16
+            (which it does not run).
     """
+    exact = signature.mask in ("", "bool") and signature.dtype != "bfloat16" and not signature.has("nonpad_kv_seqlen")
+    exact = exact and not (signature.mask and signature.opset < 25 and not signature.mask_rows)
+    is_standard = says_all(signature) and runs_on_cpu(signature) and (exact or prefer_standard)
     writer = NodeWriter()
     inputs = [name if flag else f"no_{name}" for name, flag in zip(schema.INPUTS, signature.inputs, strict=False)]
     outputs = [name if f else f"no_{name}" for name, f in zip(schema.OUTPUTS, signature.outputs, strict=False)]
-    exact = signature.mask in ("", "bool") and signature.dtype != "bfloat16" and not signature.has("nonpad_kv_seqlen")
-    if says_all(signature) and runs_on_cpu(signature) and (exact or prefer_standard):
+    if is_standard:
         standard_body(writer, signature)
     else:
         plain_body(writer, signature)

@@ -91,6 +91,8 @@ def _replace(facts: Facts, names: Names, node: ir.Node) -> Site:
         new_value = values.get(inside)
         if old.name and new_value is not None:
             new_value.type, new_value.shape, name = old.type, old.shape, old.name
+            if (dims := facts.dims(old)) is not None:
+                facts.set_dims(new_value, dims)
             ir.convenience.replace_all_uses_with(old, new_value, replace_graph_outputs=True)
             old.name, new_value.name = names.fresh(f"{name}_before"), name
     graph.remove(node, safe=True)

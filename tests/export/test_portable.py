@@ -139,29 +139,6 @@ def test_without_bodies() -> None:
     assert not model.graph.node[0].overload
 
 
-@pytest.mark.parametrize("name", ["everything", "layout-3hd-float32", "sinks-float32", "mask-b11k-bool"])
-def test_unfuse(name: str) -> None:
-    """The way back: standard operators only, the same answers."""
-    case = _BY_ID[name]
-    inputs = case.inputs()
-    for opset in (18, 25):
-        model, report = unfuse(portable(case, opset))
-        assert report.total == 1
-        assert report.fused == 0
-        assert not model.functions
-        assert {node.domain for node in model.graph.node} == {""}
-        assert [o.domain for o in model.opset_import] == [""]
-        onnx.checker.check_model(model, full_check=True)
-        check_outputs(case, inputs, run(session(model), case, inputs))
-
-
-def test_unfuse_to_attention() -> None:
-    """A float mask goes back into Attention, although its portable body is plain."""
-    case = replace(_BY_ID["layout-bshd-float32"], lse=False, mask="b1qk", mask_dtype="T")
-    model, _ = unfuse(portable(case, 23))
-    assert [node.op_type for node in model.graph.node] == ["Attention"]
-
-
 def test_unfuse_leaves_other_models_alone() -> None:
     graph = helper.make_graph(
         [helper.make_node("Identity", ["x"], ["y"])], "none",
