@@ -125,11 +125,19 @@ def is_positive_or_zero(number: Dim) -> bool:
 
 
 def minimum(a: Dim, b: Dim) -> Dim:
-    """The smaller of two sizes; an atom "Min(c, x)" where that is not known."""
+    """The smaller of two numbers; where that is not known an atom "Min(c, x)" of two that subtract nothing."""
     for small, large in ((a, b), (b, a)):
         if is_positive_or_zero(large - small):
             return small
-    return Dim.atom(f"Min({', '.join(sorted((str(a), str(b))))})")
+    monomials = {*a.terms, *b.terms}
+    lacking = {m: -min(a.terms.get(m, 0), b.terms.get(m, 0), 0) for m in monomials}
+    shift = Dim(lacking)
+    return Dim.atom(f"Min({', '.join(sorted((str(a + shift), str(b + shift))))})") - shift
+
+
+def maximum(a: Dim, b: Dim) -> Dim:
+    """The larger of two numbers."""
+    return a + b - minimum(a, b)
 
 
 def is_clipped(size: Dim, whole: Dim) -> bool:
@@ -179,8 +187,8 @@ def _expression(node: ast.expr) -> Dim:
             return quotient if quotient is not None else Dim.atom(f"({left})//({right})")
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         arguments = [_expression(argument) for argument in node.args]
-        if node.func.id.lower() == "min" and len(arguments) == 2:
-            return minimum(*arguments)
+        if node.func.id.lower() in ("min", "max") and len(arguments) == 2:
+            return (minimum if node.func.id.lower() == "min" else maximum)(*arguments)
         if not node.keywords:
             return Dim.atom(f"{node.func.id}({', '.join(map(str, arguments))})")
     raise ValueError(ast.dump(node))

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from flashonnx.export.dims import Dim, minimum
+from flashonnx.export.dims import Dim, maximum, minimum
 from flashonnx.export.shape_rules import SHAPE_RULES
 
 Dims = tuple[Dim, ...]
@@ -383,6 +383,7 @@ _ARITHMETIC = {
     "Mul": lambda a, b: a * b,
     "Div": lambda a, b: a.divided_by(b),
     "Min": minimum,
+    "Max": maximum,
 }
 _NUMERIC: dict[str, Any] = {
     "Add": np.add,

@@ -151,7 +151,8 @@ def largest(facts: Facts, value: ir.Value | None, depth: int = 0) -> float | Non
         return None
     constant = facts.constant(value, limit=1 << 22)
     if constant is not None:
-        return float(np.abs(constant.astype(np.float64)).max(initial=0)) if constant.dtype.kind in "iufb" else None
+        is_number = constant.dtype.kind in "iufbV"  # V: bfloat16
+        return float(np.abs(constant.astype(np.float64)).max(initial=0)) if is_number else None
     form = form_of(facts, value)
     if isinstance(form, Choice):
         return max(abs(form.inside), abs(form.outside))
@@ -168,6 +169,9 @@ def largest(facts: Facts, value: ir.Value | None, depth: int = 0) -> float | Non
         return 1.0
     if node.op_type in _SHAPING - {"Concat"} or node.op_type in ("Cast", "Neg", "Abs", "Relu", "Slice"):
         return of(node.inputs[0])[0]
+    if node.op_type == "Div" and (divisor := facts.uniform(node.inputs[1])):
+        number = of(node.inputs[0])[0]
+        return number / abs(divisor) if number is not None else None
     operands = of(*node.inputs[node.op_type == "Where" :]) if node.op_type in _BOUNDED else [None]
     known = [number for number in operands if number is not None]
     if len(known) < len(operands):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
-from flashonnx.export.dims import Dim, is_clipped, minimum, product
+from flashonnx.export.dims import Dim, is_clipped, is_positive_or_zero, minimum, product
 
 if TYPE_CHECKING:
     from flashonnx.export.facts import Dims, Facts
@@ -36,7 +36,7 @@ def broadcast(facts: Facts, *shapes: Dims | None) -> Dims | None:
 
 
 def _covers(whole: Dim, size: Dim) -> bool:
-    return size == whole or is_clipped(size, whole)
+    return size == whole or is_clipped(size, whole) or size == minimum(Dim.of(1), whole)
 
 
 def normal(axis: int, rank: int) -> int:
@@ -178,17 +178,22 @@ def _slice(facts: Facts, node: ir.Node) -> Result:
     result = list(dims)
     for index, axis in enumerate(axes):
         at = normal(axis.value or 0, len(dims))
-        ok = ends is not None and steps is not None and steps[index] == 1
-        size = _slice_size(dims[at], starts[index], ends[index]) if ok and ends else None
+        known = ends is not None and steps is not None
+        size = _slice_size(dims[at], starts[index], ends[index], steps[index]) if known and ends and steps else None
         result[at] = size if size is not None else facts.unknown()
     return [tuple(result)]
 
 
-def _slice_size(size: Dim, start: Dim, end: Dim) -> Dim | None:
-    if size.value is not None and start.value is not None and end.value is not None:
-        return Dim.of(len(range(*slice(start.value, end.value).indices(size.value))))
-    if start != 0:
+def _slice_size(size: Dim, start: Dim, end: Dim, step: Dim) -> Dim | None:
+    if None not in (size.value, start.value, end.value, step.value):
+        return Dim.of(len(range(*slice(start.value, end.value, step.value).indices(size.value or 0))))
+    if step != 1:
         return None
+    if start.value is not None and start.value < 0 and end.value is not None and end.value >= 2**31 - 1:
+        return minimum(size, Dim.of(-start.value))
+    if start != 0:
+        to_end = end.value is not None and end.value >= 2**31 - 1
+        return size - start if to_end and all(map(is_positive_or_zero, (start, size - start))) else None
     if end.value is not None:
         if end.value >= 2**31 - 1:
             return size
@@ -284,7 +289,7 @@ def _gather_elements(facts: Facts, node: ir.Node) -> Result:
 
 
 def _conv(facts: Facts, node: ir.Node) -> Result:
-    """Batch and channels always; the rest where input, kernel and padding are numbers."""
+    """Batch and channels always; the rest where kernel and padding are numbers, and the stride is 1 or the input is."""
     dims, kernel = (facts.dims(value) for value in node.inputs[:2])
     if dims is None or kernel is None or len(dims) != len(kernel) or len(dims) < 3:
         return [None]
@@ -297,13 +302,47 @@ def _conv(facts: Facts, node: ir.Node) -> Result:
     explicit = "auto_pad" not in node.attributes or node.attributes["auto_pad"].as_string() in ("NOTSET", "VALID")
     sizes = []
     for index in range(rank):
-        size, width = dims[index + 2].value, kernel[index + 2].value
-        if size is None or width is None or not explicit:
+        size, width = dims[index + 2], kernel[index + 2].value
+        if width is None or not explicit:
             sizes.append(facts.unknown())
             continue
-        padded = size + pads[index] + pads[index + rank] - dilations[index] * (width - 1) - 1
-        sizes.append(Dim.of(padded // strides[index] + 1))
+        padded = size + pads[index] + pads[index + rank] - dilations[index] * (width - 1)
+        if strides[index] == 1:
+            sizes.append(padded)
+        else:
+            sizes.append(Dim.of((padded.value - 1) // strides[index] + 1) if padded.value else facts.unknown())
     return [(dims[0], kernel[0], *sizes)]
+
+
+def _pool(facts: Facts, node: ir.Node) -> Result:
+    """Batch and channels; pooling over everything leaves one element a dimension."""
+    dims = facts.dims(node.inputs[0])
+    if dims is None or len(dims) < 3:
+        return [None]
+    whole = node.op_type.startswith("Global")
+    return [(*dims[:2], *(Dim.of(1) if whole else facts.unknown() for _ in dims[2:]))] * len(node.outputs)
+
+
+def _tile(facts: Facts, node: ir.Node) -> Result:
+    dims, repeats = facts.dims(node.inputs[0]), facts.ints(node.inputs[1])
+    if dims is None:
+        return [None]
+    if repeats is None or len(repeats) != len(dims):
+        return [tuple(facts.unknown() for _ in dims)]
+    return [tuple(size * count for size, count in zip(dims, repeats, strict=True))]
+
+
+def _resized(facts: Facts, node: ir.Node) -> Result:
+    """The rank alone, and dimensions that no scale changes."""
+    dims = facts.dims(node.inputs[0])
+    if dims is None:
+        return [None]
+    scales = facts.constant(node.inputs[2]) if len(node.inputs) > 2 else None
+    sizes = facts.ints(node.inputs[3]) if len(node.inputs) > 3 else None
+    if sizes is not None and len(sizes) == len(dims) and "axes" not in node.attributes:
+        return [sizes]
+    known = scales is not None and scales.size == len(dims)
+    return [tuple(d if known and scales[i] == 1 else facts.unknown() for i, d in enumerate(dims))]  # type: ignore[index]
 
 
 def _attention(facts: Facts, node: ir.Node) -> Result:
@@ -356,7 +395,9 @@ _SAME = (
     "Identity Cast CastLike Softmax LogSoftmax Tanh Sigmoid Relu Gelu Erf Exp Log Sqrt Neg Abs Not "
     "IsNaN IsInf Reciprocal Dropout Trilu CumSum LayerNormalization RMSNormalization Clip Floor "
     "SkipLayerNormalization SimplifiedLayerNormalization RotaryEmbedding LeakyRelu Elu HardSigmoid "
-    "FastGelu BiasGelu QuickGelu Sin Cos Softplus BitwiseNot Sign Ceil Round ScatterND"
+    "FastGelu BiasGelu QuickGelu Sin Cos Softplus BitwiseNot Sign Ceil Round ScatterND "
+    "BatchNormalization InstanceNormalization GroupNormalization GroupNorm LpNormalization HardSwish Mish Swish Selu "
+    "Celu ThresholdedRelu Softsign ScatterElements"
 )
 _BINARY = (
     "Add Sub Mul Div Pow Where And Or Xor Equal Less LessOrEqual Greater GreaterOrEqual Max Min "
@@ -387,6 +428,9 @@ SHAPE_RULES: dict[str, Callable[[Facts, ir.Node], Result]] = {
     "Flatten": _flatten,
     "GatherElements": _gather_elements,
     "Conv": _conv,
+    **dict.fromkeys(("MaxPool", "AveragePool", "LpPool", "GlobalAveragePool", "GlobalMaxPool"), _pool),
+    "Tile": _tile,
+    "Resize": _resized,
     "Attention": _attention,
     "FlashAttention": _attention,
     "MultiHeadAttention": _multi_head_attention,

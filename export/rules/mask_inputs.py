@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 from flashonnx.export.build import Builder
-from flashonnx.export.dims import Dim, is_clipped, product
+from flashonnx.export.dims import Dim, is_clipped, minimum, product
 from flashonnx.export.facts import Dims, Facts, is_unknown
 from flashonnx.export.masks import MaskReducer, is_false, is_true, is_zero
 from flashonnx.export.products import Labels, Roles
@@ -263,7 +263,7 @@ class MaskBuilder:
             return None
         dims = self.facts.dims(mask)
         keys = self.axes.dims[self.axes.labels.index(self.axes.roles.key)]
-        if dims is not None and (dims[-1] == keys or (_fits(dims[-1], keys) and dims[-1] != 1)):
+        if dims is not None and (dims[-1] == keys or (_fits(dims[-1], keys) and not _is_one(dims[-1], keys))):
             return mask
         shape = self.builder.op("Shape", self.key.value, dtype=ir.DataType.INT64)
         count = self.builder.op("Gather", shape, self.builder.ints([self.key.labels.index(self.axes.roles.key)]))
@@ -273,7 +273,12 @@ class MaskBuilder:
 
 def _fits(size: Dim, of_scores: Dim) -> bool:
     """Whether a mask's dimension is proved to be 1 or the scores'."""
-    return size == 1 or size == of_scores or is_clipped(size, of_scores)
+    return size == 1 or size == of_scores or is_clipped(size, of_scores) or _is_one(size, of_scores)
+
+
+def _is_one(size: Dim, of_scores: Dim) -> bool:
+    """Whether a mask's dimension is 1, unless there are no scores at all."""
+    return size in (1, minimum(Dim.of(1), of_scores))
 
 
 def _flat(axes: Sequence[Axis]) -> list[object]:
