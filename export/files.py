@@ -8,6 +8,7 @@ import pathlib
 import shutil
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -104,6 +105,7 @@ def _check_graph(graph: ir.Graph | ir.Function, outer: tuple[set[ir.Value], ...]
     scopes, later = (known, *outer), {value for node in graph for value in node.outputs}
     is_sorted = True
     for node in graph:
+        _check_text(node, wrong)
         for value in node.inputs:
             if value is None or not value.name or any(value in scope for scope in scopes):
                 continue
@@ -121,6 +123,18 @@ def _check_graph(graph: ir.Graph | ir.Function, outer: tuple[set[ir.Value], ...]
             graph.sort()
         except ValueError as error:
             raise ValueError(f"{wrong}: there is a cycle in its graph '{graph.name}'") from error
+
+
+def _check_text(node: ir.Node, wrong: str) -> None:
+    """Names are text: of bytes that are no UTF-8 protobuf makes none, and says nothing."""
+    texts: list[Any] = [node.name or "", node.op_type, node.domain, *node.attributes]
+    for value in (*node.inputs, *node.outputs):
+        if value is not None:
+            dims = value.shape if value.shape is not None else ()
+            texts += [value.name or "", *(dim.value or "" for dim in dims if isinstance(dim, ir.SymbolicDim))]
+    for text in texts:
+        if not isinstance(text, str):
+            raise ValueError(f"{wrong}: {text!r} is no UTF-8 text")
 
 
 def _graphs(attribute: ir.Attr) -> list[ir.Graph]:

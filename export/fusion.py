@@ -19,6 +19,9 @@ from flashonnx.export.softmaxes import NotSoftmaxError, restore
 
 Model = onnx.ModelProto | ir.Model
 
+# What the standard operator has up to opset 25.
+_ATTENTION = {*schema.ATTRIBUTES, "qk_matmul_output_mode"} - {"empty_row", "qkv_layout"}
+
 
 def fuse(
     model: str | os.PathLike[str] | onnx.ModelProto | ir.Model,
@@ -41,7 +44,7 @@ def fuse(
 
     Raises:
         FileNotFoundError: there is no such file, or a weight file is missing.
-        ValueError: the file is not a valid ONNX model.
+        ValueError: the file is not a valid ONNX model, or a FlashAttention node has an unknown attribute.
     """
     if output is not None:
         check_output(output)
@@ -60,6 +63,7 @@ def fuse_ir(model: ir.Model, *, portable: bool = True) -> Report:
     Calls of model-local functions are written out if more attention can be fused then, else the functions stay.
     """
     schema.register_schema()
+    schema.check_nodes(_all_nodes(model))
     keys = inlining.concerned(model)
     if not keys:
         return _fuse(model, portable, {})
@@ -128,6 +132,9 @@ def _by_rules(fusion: Fusion, candidate: Candidate) -> tuple[Site, ir.Node | Non
             f"the model's opset {fusion.opset} is below {portable_bodies.MINIMUM_OPSET}; convert "
             "it with onnx.version_converter"
         )
+    strange = sorted(set(candidate.node.attributes) - _ATTENTION) if candidate.kind == "Attention" else []
+    if strange:
+        return left(f"attribute {', '.join(strange)} of Attention is not known here, so neither is what it means")
     fitting = [rule for rule in rules.RULES if candidate.kind in rule.kinds]
     if not fitting:
         return left(f"there is no rule for {candidate.kind} yet")

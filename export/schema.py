@@ -7,9 +7,12 @@ documentation string below.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 DOMAIN = "flashonnx"
 VERSION = 1
@@ -90,6 +93,36 @@ def without_defaults(attributes: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in ATTRIBUTES.items()
         if attributes.get(name) is not None and attributes[name] != value
     }
+
+
+def check_nodes(nodes: Iterable[ir.Node]) -> None:
+    """Checks the attributes of nodes that were written by hand: a misspelt one would be ignored, not obeyed.
+
+    Raises:
+        ValueError: an attribute that the operator does not have, or one of another type or with an unknown word.
+    """
+    import difflib
+
+    words = {"empty_row": EMPTY_ROWS, "qkv_layout": QKV_LAYOUTS}
+    for node in nodes:
+        if node.domain != DOMAIN or node.op_type != OP_TYPE:
+            continue
+        for name, attribute in node.attributes.items():
+            what = f"{OP_TYPE} '{node.name}'"
+            if name not in ATTRIBUTES:
+                close = difflib.get_close_matches(name, ATTRIBUTES, 1)
+                hint = f"did you mean '{close[0]}'?" if close else f"it has {', '.join(ATTRIBUTES)}"
+                raise ValueError(f"{what} has no attribute '{name}': {hint}")
+            if attribute.is_ref():
+                continue
+            if attribute.type.name != _ATTRIBUTE_TYPES[name]:
+                expected, came = _ATTRIBUTE_TYPES[name].lower(), attribute.type.name.lower()
+                raise ValueError(f"{what}: attribute '{name}' is expected to be of type {expected}, got {came}")
+            if name in words and attribute.value not in words[name]:
+                expected = ", ".join(words[name])
+                raise ValueError(
+                    f"{what}: attribute '{name}' is expected to be one of {expected}, got '{attribute.value}'"
+                )
 
 
 def register_schema() -> None:

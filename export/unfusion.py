@@ -35,6 +35,7 @@ def unfuse(model: AnyModel, output: str | os.PathLike[str] | None = None) -> tup
         check_output(output)
     schema.register_schema()
     source = load(model)
+    schema.check_nodes(source.model.graph.all_nodes())
     facts, names = Facts(source.model), Names(source.model)
     sites = []
     foreign = [function for function in source.model.functions.values() if function.domain != schema.DOMAIN]
