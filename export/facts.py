@@ -9,7 +9,6 @@ dimensions is always a proof.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -34,7 +33,9 @@ class Facts:
         self._fixed: dict[ir.Value, bool] = {}
         self._dtypes: dict[ir.Value, ir.DataType] = {}
         self.forms: dict[ir.Value, Any] = {}  # what positions.py finds out
-        self._names = itertools.count()
+        self._next_name = 0
+        self._given: set[str] = set()  # names of sizes in use
+        self._aliases: dict[str, Dim] = {}  # names of sizes that have another expression
         self.opset = opset_of(model.opset_imports)
         self._graph(model.graph)
         for function in model.functions.values():
@@ -153,13 +154,15 @@ class Facts:
 
     def unknown(self) -> Dim:
         """A dimension equal to nothing but itself."""
-        return Dim.atom(f"?{next(self._names)}")
+        self._next_name += 1
+        return Dim.atom(f"?{self._next_name - 1}")
 
     # -- the pass
 
     def _graph(self, graph: ir.Graph) -> None:
         for value in graph.inputs:
             self._dims[value] = self._declared(value)
+            self._given.update(*(dim.atoms for dim in self._dims[value] or ()))
         self._nodes(graph)
 
     def _nodes(self, nodes: Iterable[ir.Node]) -> None:
@@ -175,6 +178,7 @@ class Facts:
     def _visit(self, node: ir.Node) -> None:
         fixed = all(self.is_fixed(value) for value in node.inputs) and node.op_type not in _RANDOM
         inferred: Sequence[Dims | None] | None = None
+        first = self._next_name
         rule = SHAPE_RULES.get(node.op_type) if node.domain in _KNOWN_DOMAINS else None
         if rule is not None:
             with contextlib.suppress(*_MALFORMED):
@@ -182,7 +186,7 @@ class Facts:
         for index, value in enumerate(node.outputs):
             self._fixed[value] = fixed
             known = inferred[index] if inferred and index < len(inferred) else None
-            self._dims[value] = self._merge(known, self._declared(value))
+            self._dims[value] = self._merge(known, self._declared(value), first)
         if not node.domain and node.outputs:
             with contextlib.suppress(*_MALFORMED):
                 self._fold(node)
@@ -199,13 +203,26 @@ class Facts:
             if isinstance(text, int):  # some exporters write -1 for any size, and "?"
                 dims.append(Dim.of(text) if text >= 0 else self.unknown())
             else:
-                dims.append(Dim.parse(str(text)) if text and not text.startswith("?") else self.unknown())
+                known = Dim.parse(str(text)) if text and not text.startswith("?") else self.unknown()
+                dims.append(self._aliases.get(str(text), known))
         return tuple(dims)
 
-    def _merge(self, inferred: Dims | None, declared: Dims | None) -> Dims | None:
+    def _merge(self, inferred: Dims | None, declared: Dims | None, first: int) -> Dims | None:
+        """What is inferred, or declared where that says more; names of unknown sizes from `first` on are new."""
         if inferred is None or declared is None or len(inferred) != len(declared):
             return inferred if inferred is not None else declared
-        return tuple(b if b.value is not None or is_unknown(a) else a for a, b in zip(inferred, declared, strict=True))
+        return tuple(self._same_size(a, b, first) for a, b in zip(inferred, declared, strict=True))
+
+    def _same_size(self, inferred: Dim, declared: Dim, first: int) -> Dim:
+        if declared.value is not None or not is_unknown(inferred):
+            return declared if declared.value is not None else inferred
+        name = str(declared)
+        is_new = all(not atom.startswith("?") or int(atom[1:]) >= first for atom in inferred.atoms)
+        if is_new or declared.atoms != {name} or name in self._given:
+            self._given.update(declared.atoms)
+            return declared
+        # A name that exporters make up for an output is another word for what its inputs say.
+        return self._aliases.setdefault(name, inferred)
 
     # -- integers and small constants
 
@@ -245,13 +262,13 @@ class Facts:
             if index is not None and index.ndim <= 1 and (abs(index + 0.5) <= len(data)).all():
                 self._ints[node.outputs[0]] = tuple(data[int(i)] for i in index.reshape(-1))
             return
-        bounds = [self.constant(value) for value in node.inputs[1:3]]
+        bounds = [self.ints(value) for value in node.inputs[1:3]]
         steps = self.constant(node.inputs[4]) if len(node.inputs) > 4 else None
-        if any(bound is None or bound.size != 1 for bound in bounds):
+        if any(bound is None or len(bound) != 1 or bound[0].value is None for bound in bounds):
             return
         if len(node.inputs) > 4 and node.inputs[4] is not None and (steps is None or steps[0] != 1):
             return
-        start, end = (int(bound.reshape(-1)[0]) for bound in bounds if bound is not None)
+        start, end = (bound[0].value for bound in bounds if bound is not None)
         self._ints[node.outputs[0]] = data[slice(*slice(start, end).indices(len(data)))]
 
     def _choose(self, node: ir.Node) -> None:
@@ -394,5 +411,6 @@ _NUMERIC: dict[str, Any] = {
     "Sqrt": np.sqrt,
     "Reciprocal": np.reciprocal,
     "Neg": np.negative,
+    "Mod": np.mod,
     "Cast": None,
 }

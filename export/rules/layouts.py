@@ -266,8 +266,9 @@ def _returns(view: View, value: ir.Value, b: Axis, h: Axis, s: Axis, d: Axis) ->
             yield Exit(rank, time_major, 1, value, again)
         elif (perm := _permutation(whole, axes)) is not None:
             yield Exit(rank, time_major, TRANSPOSE, value, _transpose(perm))
-        if rank == 3 and axes == (s, h + d) and not b:
-            yield Exit(rank, time_major, 1, value, _with_axes("Squeeze", int(time_major)))
+        gone = next((i for i, axis in enumerate(whole) if not axis and (*whole[:i], *whole[i + 1 :]) == axes), None)
+        if gone is not None:
+            yield Exit(rank, time_major, 1, value, _with_axes("Squeeze", gone))
         if rank == 3:
             yield from _heads_apart(axes, value, whole[:2], h, d, time_major)
 

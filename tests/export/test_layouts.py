@@ -208,3 +208,65 @@ def test_values_of_another_size() -> None:
     body = "kt = Transpose<perm=[0,1,3,2]>(k) " + ATTEND.replace("qh", "q").replace("vh", "v").replace("o =", "y =")
     inputs = "float[b,2,s,8] q, float[b,2,t,8] k, float[b,2,t,12] v"
     fuse_and_check(parse(body, inputs, "float[b,2,s,12] y"), *SIZES)
+
+
+def test_one_query() -> None:
+    """A pooling head: one learned query over time-major keys, and the output has no place for time."""
+    body = """
+        two = Constant<value_ints=[2]>() e = Constant<value_ints=[8]>() one = Constant<value_ints=[1]>()
+        b1 = Shape<start=1,end=2>(k) t1 = Shape<start=0,end=1>(k) bh = Mul(b1, two) w = Constant<value_ints=[16]>()
+        qs = Concat<axis=0>(one, bh, e) ks = Concat<axis=0>(t1, bh, e) ys = Concat<axis=0>(b1, w)
+        q3 = Reshape(q, qs) qh = Transpose<perm=[1,0,2]>(q3) k3 = Reshape(k, ks) kt = Transpose<perm=[1,2,0]>(k3)
+        v3 = Reshape(v, ks) vh = Transpose<perm=[1,0,2]>(v3)
+    """
+    join = " ot = Transpose<perm=[1,0,2]>(o) y = Reshape(ot, ys)"
+    inputs = "float[1,b,16] q, float[t,b,16] k, float[t,b,16] v"
+    model, _ = fuse_and_check(parse(body + ATTEND + join, inputs, "float[b,16] y"), *SIZES)
+    assert attributes(nodes(model)[0])["q_num_heads"] == 2
+
+
+# -- sizes that have to be worked out first
+
+FEATURES = """
+    half = MaxPool<kernel_shape=[2,2],strides=[2,2]>(x) c = Conv<kernel_shape=[3,3],pads=[1,1,1,1]>(half, weight)
+    n = InstanceNormalization(c, ones, zeros)
+"""
+MAP = "r = Constant<value_ints=[0,16,-1]>() flat = Reshape(n, r) x3 = Transpose<perm=[0,2,1]>(flat)"
+FEATURE_INPUTS = "float[b,3,h,w] x, float[16,3,3,3] weight, float[16] ones, float[16] zeros"
+FEATURE_SIZES = ({"b": 2, "h": 6, "w": 4}, {"b": 1, "h": 4, "w": 8})
+
+
+def with_positions(last: str) -> str:
+    """DETR: queries and keys of a feature map to which positions are added, values of the map itself."""
+    return f"""
+        m1 = Constant<value_ints=[-1]>() a2 = Constant<value_ints=[2]>()
+        far = Constant<value_ints=[9223372036854775807]>()
+        {FEATURES} eps = Constant<value_float=1.0>() sq = Mul(n, n) last = Slice(sq, m1, far, {last})
+        under = Add(last, eps) place = Div(sq, under) pr = Constant<value_ints=[0,16,-1]>() pf = Reshape(place, pr)
+        pos = Transpose<perm=[0,2,1]>(pf) {MAP} qk = Add(x3, pos)
+        bs = Shape<start=0,end=1>(x3) ss = Shape<start=1,end=2>(x3) e = Constant<value_ints=[8]>()
+        heads = Concat<axis=0>(bs, ss, m1, e) q4 = Reshape(qk, heads) qh = Transpose<perm=[0,2,1,3]>(q4)
+        kt = Transpose<perm=[0,2,3,1]>(q4) v4 = Reshape(x3, heads) vh = Transpose<perm=[0,2,1,3]>(v4) {ATTEND}
+        ot = Transpose<perm=[0,2,1,3]>(o) w3 = Constant<value_ints=[16]>() ys = Concat<axis=0>(bs, ss, w3)
+        y = Reshape(ot, ys)
+    """
+
+
+@pytest.mark.parametrize("last", ["a2", "m1"])
+def test_feature_maps_and_their_last_rows(last: str) -> None:
+    """x[:, :, -1:] has one row, whatever there is, and broadcasts: that leaves the size of x."""
+    model, _ = fuse_and_check(parse(with_positions(last), FEATURE_INPUTS, "float[b,n,16] y"), *FEATURE_SIZES)
+    assert attributes(nodes(model)[0])["q_num_heads"] == 2
+
+
+def test_names_that_exporters_make_up() -> None:
+    """An intermediate value that is an output has sizes of new names: they are those that its inputs tell."""
+    body = f"""
+        {FEATURES} {MAP} named = Relu(x3) bs = Shape<start=0,end=1>(named) ss = Shape<start=1,end=2>(named)
+        m1 = Constant<value_ints=[-1]>() e = Constant<value_ints=[8]>() heads = Concat<axis=0>(bs, ss, m1, e)
+        q4 = Reshape(x3, heads) qh = Transpose<perm=[0,2,1,3]>(q4) kt = Transpose<perm=[0,2,3,1]>(q4)
+        v4 = Reshape(named, heads) vh = Transpose<perm=[0,2,1,3]>(v4) {ATTEND} ot = Transpose<perm=[0,2,1,3]>(o)
+        w3 = Constant<value_ints=[16]>() ys = Concat<axis=0>(bs, ss, w3) y = Reshape(ot, ys)
+    """
+    outputs = "float[b,n,16] y, float[b,Relunamed_dim_1,16] named"
+    fuse_and_check(parse(body, FEATURE_INPUTS, outputs), *FEATURE_SIZES)
