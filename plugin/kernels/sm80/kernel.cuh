@@ -271,8 +271,8 @@ __device__ __forceinline__ void walk(const Block<T, C>& block, RowState<C>& stat
     }
     float factor = plan.factor;
     if (general) {
-      general_scores<C, kCareful>(p, plan, block.lane, work.batch, work.head, work.first_query,
-                                  first_key, block.range.limit, biases.of(tile), scores);
+      general_scores<T, C, kCareful>(p, plan, block.lane, work.batch, work.head, work.first_query,
+                                     first_key, block.range.limit, biases.of(tile), scores);
       factor = 1.f;
     }
     if (first_key < block.clear_begin || first_key + C::kKeys > block.clear_end) {

@@ -19,6 +19,10 @@ const char* refusal(const Params& params) {
       std::numeric_limits<int32_t>::max() / std::max<int64_t>(heads, 1)) {
     return "starts up to 2^31 blocks";
   }
+  const bool mask_per_query = params.mask.stride[2] != 0 && params.q_length > 1;
+  if (size_of(params.mask.dtype) == 2 && params.mask.dtype != params.q.dtype && mask_per_query) {
+    return "takes a mask of two bytes and a row per query in Q's type";
+  }
   if (!params.fixed_split && heads <= kFewHeads && heads * params.q_length <= kFewQueries &&
       params.kv_length >= kManyKeys) {
     return "does not split the keys of few queries";

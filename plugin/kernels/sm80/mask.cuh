@@ -37,13 +37,13 @@ __device__ __forceinline__ void add_key_biases(const Lane& lane, float factor, c
   }
 }
 
-// scores = factor * scores + mask, a row and a run of keys at a time. `row` + i * `row_stride` is
-// the thread's row i of the warp, its first key; `keys` of them are inside the mask, the bounds
-// remove the others. `vectors`: rows can be read by 16 bytes.
-template <class M, class C, bool kCareful>
+// scores = factor * scores + bias(mask), a row and a run of keys at a time. `row` + i *
+// `row_stride` is the thread's row i of the warp, its first key; `keys` of them are inside the
+// mask, the bounds remove the others. `vectors`: rows can be read by 16 bytes.
+template <class M, class C, class Bias>
 __device__ __forceinline__ void add_mask(const M* row, int64_t row_stride, int last_row,
                                          int64_t key_stride, int keys, bool vectors, float factor,
-                                         Scores<C>& scores) {
+                                         Bias bias, Scores<C>& scores) {
   constexpr int kVector = 16 / sizeof(M), kPiece = kVector < C::kRun ? kVector : C::kRun;
   struct alignas(kPiece * sizeof(M)) Piece {
     M at[kPiece];
@@ -68,27 +68,62 @@ __device__ __forceinline__ void add_mask(const M* row, int64_t row_stride, int l
 #pragma unroll
         for (int e = 0; e < kPiece; ++e) {
           float& score = scores.at[r][(first + e) / 2][2 * h + e % 2];
-          score = add_bias<kCareful>(score, factor, mask_bias(piece.at[e]));
+          score = fmaf(score, factor, bias(piece.at[e]));
         }
       }
     }
   }
 }
 
-// Calls visit(pointer) with the mask's data as what they are.
-template <class Visit>
-__device__ __forceinline__ void visit_mask(const Problem& p, Visit visit) {
-  switch (p.mask_dtype) {
-    case FLASHONNX_FLOAT32:
-      return visit(static_cast<const float*>(p.mask.data));
-    case FLASHONNX_FLOAT16:
-      return visit(static_cast<const __half*>(p.mask.data));
-    case FLASHONNX_BFLOAT16:
-      return visit(static_cast<const __nv_bfloat16*>(p.mask.data));
-    case FLASHONNX_INT32:
-      return visit(static_cast<const int32_t*>(p.mask.data));
-    default:
-      return visit(static_cast<const int8_t*>(p.mask.data));
+// As well, of any type, and whatever the scores are: where the bias is -infinity, an infinite or
+// NaN one becomes that.
+template <class C>
+__device__ __forceinline__ void add_mask_carefully(const Problem& p, int bytes, const char* row,
+                                                   int last_row, int keys, float factor,
+                                                   Scores<C>& scores) {
+#pragma unroll
+  for (int r = 0; r < C::kRowTiles; ++r) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const char* from = row + min(r * 16 + h * 8, last_row) * p.mask.row * bytes;
+#pragma unroll
+      for (int i = 0; i < C::kRun; ++i) {
+        const uint32_t bits = i < keys ? mask_bits(from + i * p.mask_key * bytes, bytes) : 0;
+        float& score = scores.at[r][i / 2][2 * h + i % 2];
+        score = add_bias<true>(score, factor, mask_bias(bits, p.mask_dtype));
+      }
+    }
+  }
+}
+
+// A mask that depends on the query. Each size of its elements is code of its own: of two bytes it
+// is of Q's type, of four a float or an integer.
+template <class T, class C, bool kCareful>
+__device__ __forceinline__ void add_query_mask(const Problem& p, const Plan& plan, const Lane& lane,
+                                               int64_t batch, int64_t head, int first_query,
+                                               int first_key, int limit, float factor,
+                                               Scores<C>& scores) {
+  const int query = min(first_query + lane.warp * C::kWarpQueries + lane.row, p.q_length - 1);
+  const int key = first_key + lane.quad * C::kRun;
+  const char* const from = mask_element(p, plan, batch, head, query, key);
+  const int last_row = p.q_length - 1 - query, keys = limit - key;
+  if constexpr (kCareful) {
+    add_mask_carefully<C>(p, plan.mask_bytes, from, last_row, keys, factor, scores);
+    return;
+  }
+  const auto add = [&](auto* elements, auto bias) {
+    using M = std::remove_const_t<std::remove_pointer_t<decltype(elements)>>;
+    add_mask<M, C>(elements, p.mask.row, last_row, p.mask_key, keys, plan.mask_vectors, factor,
+                   bias, scores);
+  };
+  if (plan.mask_bytes == 1) {
+    add(reinterpret_cast<const int8_t*>(from), [](int8_t x) { return mask_bias(x); });
+  } else if (plan.mask_bytes == 2) {
+    add(reinterpret_cast<const T*>(from), [](T x) { return mask_bias(x); });
+  } else {
+    const bool boolean = p.mask_dtype == FLASHONNX_INT32;
+    add(reinterpret_cast<const int32_t*>(from),
+        [boolean](int32_t x) { return boolean ? mask_bias(x) : mask_bias(__int_as_float(x)); });
   }
 }
 
@@ -105,7 +140,7 @@ __device__ __forceinline__ void prefetch_mask(const Problem& p, const Plan& plan
 }
 
 // Scale, soft cap and mask. After it the scores' factor is 1.
-template <class C, bool kCareful>
+template <class T, class C, bool kCareful>
 __device__ __forceinline__ void general_scores(const Problem& p, const Plan& plan, const Lane& lane,
                                                int64_t batch, int64_t head, int first_query,
                                                int first_key, int limit, const float* biases,
@@ -126,15 +161,8 @@ __device__ __forceinline__ void general_scores(const Problem& p, const Plan& pla
   if (plan.mask_per_key) {
     add_key_biases<C, kCareful>(lane, factor, biases, scores);
   } else if (p.mask.data) {
-    const int query = min(first_query + lane.warp * C::kWarpQueries + lane.row, p.q_length - 1);
-    const int key = first_key + lane.quad * C::kRun;
-    const int64_t at =
-        batch * p.mask.batch + head * p.mask.head + query * p.mask.row + key * p.mask_key;
-    visit_mask(p, [&](auto* mask) {
-      add_mask<std::remove_const_t<std::remove_pointer_t<decltype(mask)>>, C, kCareful>(
-          mask + at, p.mask.row, p.q_length - 1 - query, p.mask_key, limit - key, plan.mask_vectors,
-          factor, scores);
-    });
+    add_query_mask<T, C, kCareful>(p, plan, lane, batch, head, first_query, first_key, limit,
+                                   factor, scores);
   } else {
 #pragma unroll
     for (int r = 0; r < C::kRowTiles; ++r) {

@@ -61,7 +61,7 @@ class Consumer {
         state = next;
       } else {
         // The next queries come to where these are.
-        release(shared_.q_free(stage));
+        barrier_arrive(shared_.q_free(stage));
         begin_last_values(done, last_tile_, p, output);
         end_last_values(output);
         finish_item(done, stage, output, state);
@@ -168,17 +168,15 @@ class Consumer {
     }
     if constexpr (C::kQueryStages > 1) {
       leaving_ = leaving;
-      if (!leaving) release(shared_.q_free(stage));
+      if (!leaving) barrier_arrive(shared_.q_free(stage));
     }
   }
 
   // Lets go of the place of the queries before these once their rows have left it.
   __device__ __forceinline__ void settle_stores() {
     if (C::kQueryStages == 1 || !leaving_) return;
-    if (lane_.lane == 0) {
-      wait_stores_read();
-      barrier_arrive(shared_.q_free((queries_.stage + C::kQueryStages - 1) % C::kQueryStages));
-    }
+    if (lane_.lane == 0) wait_stores_read();
+    barrier_arrive(shared_.q_free((queries_.stage + C::kQueryStages - 1) % C::kQueryStages));
     leaving_ = false;
   }
 

@@ -50,10 +50,14 @@ struct Shared {
   }
   __device__ __forceinline__ uint32_t v_full(int stage) const { return k_full(C::kStages + stage); }
   __device__ __forceinline__ uint32_t v_free(int stage) const { return k_free(C::kStages + stage); }
-  // By one thread, before any other uses them. `biased`: a stage of K is full when its biases are
+  // By one thread, before any other uses them. Consumers let go of Q by thread, as all read what is
+  // to be done with it, and of K and V by warp. `biased`: a stage of K is full when its biases are
   // there, too.
   __device__ __forceinline__ void init_barriers(bool biased) const {
-    for (int i = 0; i < C::kBarriers; ++i) barrier_init(barrier(i), i % 2 ? 4 * C::kGroups : 1);
+    for (int i = 0; i < C::kBarriers; ++i) {
+      const int consumers = C::kGroups * (i < 2 * C::kQueryStages ? 128 : 4);
+      barrier_init(barrier(i), i % 2 ? consumers : 1);
+    }
     if (biased) {
       for (int stage = 0; stage < C::kStages; ++stage) barrier_init(k_full(stage), 2);
     }
