@@ -14,7 +14,7 @@ from cases import Case
 from flashonnx._capi import CUDA, Device, Library
 from nodes import asked_for
 from seam import Problem, check_outputs
-from trt_host import Host, Job, Shapes, find_program, job_of, larger
+from trt_host import Host, Job, Shapes, find_program, job_of, larger, other
 
 _CASES = [case for case in cases.ALL if not case.gpu]
 # (architecture, multiprocessors, shared memory of a block)
@@ -157,7 +157,7 @@ def test_refused_while_building(host: Host, wrong: dict[str, Any], reason: str) 
 @pytest.mark.parametrize("case", cases.ALL, ids=lambda case: case.id)
 def test_enqueue(host: Host, case: Case) -> None:
     """The whole way of a plugin: see tests/cpp/run.cpp. Two sets of shapes, compared with the reference."""
-    variants = (case, larger(case))
+    variants = (case, other(case))
     for mask_dtype in ("int32", "int8") if case.mask and case.mask_dtype == "bool" else ("int32",):
         job = job_of(*variants, mask_dtype=mask_dtype)
         result, data = host.do(job, gpu=True)

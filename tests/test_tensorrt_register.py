@@ -104,7 +104,7 @@ print(json.dumps([trt.__version__, count, make(1) is not None, make(2) is not No
 @pytest.mark.tensorrt
 @pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_lean") is None,
-    reason="tier tensorrt: no tensorrt_lean (pip install tensorrt-lean, of TensorRT 10 or 11)",
+    reason="tier tensorrt: no tensorrt_lean (pip install tensorrt-lean-cu13, of 10 or 11)",
 )
 @pytest.mark.parametrize("order", ["by_c,by_python", "by_python,by_c", "by_opening,by_python", "by_python,by_opening"])
 def test_lean_runtime(adapter: str, order: str) -> None:

@@ -90,6 +90,13 @@ def larger(case: Case) -> Case:
     return replace(case, id=f"{case.id}+1", batch=case.batch + 1, lengths=lengths)
 
 
+def other(case: Case) -> Case:
+    """The same node on other shapes: `larger`, or one batch entry alone where many take long to check."""
+    if case.batch <= 64:
+        return larger(case)
+    return replace(case, id=f"{case.id}-1", batch=1, lengths=None if case.lengths is None else case.lengths[-1:])
+
+
 class Host:
     """The program, running; it is started again once it has died or a device may be in doubt.
 
