@@ -231,10 +231,10 @@ def _slice(view: View, facts: Facts, value: ir.Value) -> View | None:
     given = [item is not None for item in node.inputs[1:]]
     if len(arrays) < 2 or given != [array is not None for array in arrays]:
         return None
-    starts, ends, axes, steps = (None if a is None else a.reshape(-1).tolist() for a in (*arrays, None, None)[:4])
+    starts, ends, axes, steps = ([] if a is None else a.reshape(-1).tolist() for a in (*arrays, None, None)[:4])
     for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        axis = normal(axes[index], len(view.axes)) if axes is not None else index
-        size, step = view.dims[axis].value, steps[index] if steps is not None else 1
+        axis = normal(axes[index], len(view.axes)) if axes else index
+        size, step = view.dims[axis].value, steps[index] if steps else 1
         whole = start == 0 and step == 1 and end >= 2**31 - 1
         if whole:
             continue

@@ -151,7 +151,8 @@ def _by_index(op: Contributed, name: str, batch: Dim, count: Count) -> ir.Value:
     if size == batch:
         return op.test("Less", place, op.column(mask))
     if size == batch * 2:
-        first = op.op("Split", mask, outputs=2, axis=0, **({"num_outputs": 2} if op.fusion.opset >= 18 else {}))
+        halves: dict[str, Any] = {"num_outputs": 2} if op.fusion.opset >= 18 else {}
+        first = op.op("Split", mask, outputs=2, axis=0, **halves)
         node = first.producer()
         assert node is not None
         ends, starts = (op.column(part) for part in node.outputs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx_ir as ir
 from flashonnx.export import schema
@@ -127,7 +129,7 @@ class GroupQueryAttention(Rule):
         start = op.builder.ints([0])  # a shift of all places changes no score
         turned = []
         for tensor, count in ((query, q_heads), (key, kv_heads)):
-            partial = (
+            partial: dict[str, Any] = (
                 {"num_heads": count, "rotary_embedding_dim": 2 * half} if 2 * half != size else {"num_heads": count}
             )
             interleaved = op.attribute("rotary_interleaved")
