@@ -114,7 +114,7 @@ def _one(fusion: Fusion, candidate: Candidate) -> tuple[Site, ir.Node | None]:
     try:
         restored = restore(fusion.facts, fusion.names, candidate)
     except NotSoftmaxError as error:
-        return Site(candidate.name, candidate.kind, False, f"the softmax is written out, and {error}"), None
+        return Site(candidate.name, candidate.kind, False, f"the softmax is written out: {error}"), None
     site, node = _by_rules(fusion, restored.candidate)
     if node is None:
         restored.undo()

@@ -61,6 +61,10 @@ def restore(facts: Facts, names: Names, candidate: Candidate) -> Restored:
             if _axis(facts, top) != axis:
                 raise NotSoftmaxError("the maximum is taken over another axis than the sum")
             x, readers = shift.inputs[0], [shift, top]
+    if x is exp.inputs[0] and _is_caught(node.outputs[0]):
+        raise NotSoftmaxError(
+            "it takes no maximum off, so that large or very small scores give NaN, which IsNaN catches"
+        )
     return _replace(facts, names, candidate, x, axis, readers)
 
 
@@ -118,6 +122,18 @@ def _replace(
     for reader, index, _ in cut:
         reader.replace_input_with(index, None)
     return Restored(dataclasses.replace(candidate, node=softmax, kind="Softmax", scores=x), old, cut)
+
+
+def _is_caught(value: ir.Value) -> bool:
+    """Whether an IsNaN reads `value`, also past operators that leave NaN alone."""
+    pending = [(value, 0)]
+    for value, steps in pending:
+        for node in (use.node for use in value.uses()):
+            if node.op_type == "IsNaN":
+                return True
+            if node.op_type in ("Cast", "Identity", "Dropout", "Mul", "Where") and steps < 4:
+                pending.append((node.outputs[0], steps + 1))
+    return False
 
 
 def _is_private(first: ir.Node, last: ir.Node) -> bool:

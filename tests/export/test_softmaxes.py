@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx
 import pytest
 from models import fuse_and_check, op_types, parse
@@ -67,6 +68,19 @@ def test_divided_behind_the_values() -> None:
     form = "e = Exp(scores) t = ReduceSum(e, last) o = MatMul(e, v)"
     _, report = fuse_and_check(model(form, "y = Div(o, t)"), *SIZES, fused=0, total=1)
     assert "divides no exponential" in report.sites[0].reason
+
+
+@pytest.mark.parametrize(("form", "fused"), [("plain", 0), ("maximum", 1)])
+def test_nan_that_is_caught(form: str, fused: int) -> None:
+    """Where every score is finfo.min, exp / sum is 0 / 0 if no maximum is taken off, and a softmax is the mean."""
+    masked = f"big = Constant<value_float={np.finfo(np.float32).min}>() masked = Where(seen, scores, big) "
+    body = FORMS[form].replace("(scores", "(masked")
+    guard = "zero = Constant<value_float=0.0>() n = IsNaN(p) w = Where(n, zero, p) y = MatMul(w, v)"
+    before = parse(f"{CONSTANTS} {SCORES} {masked} {body} {guard}", f"{QKV}, bool[b,1,s,s] seen", Y)
+    sizes = {"b": 2, "s": 5}
+    given = np.ones((2, 1, 5, 5), bool)
+    given[0, 0, 1] = given[1, 0, :3] = False
+    fuse_and_check(before, sizes, fused=fused, total=1, seen=given)
 
 
 @pytest.mark.parametrize("name", ["e", "t", "p", "scores"])
