@@ -133,8 +133,9 @@ def _not_all(route: transformers_route.Route, report: Report) -> str:
 
 def _fuse(model: ir.Model, portable: bool) -> Report:
     """Fuses the whole model in place; the nodes of the translation table come into their best form by it."""
-    from flashonnx.export import Report, fusion, schema
+    from flashonnx.export import Report, exporter_faults, fusion, schema
 
+    exporter_faults.spread_rotary_caches(model)
     ours = (schema.DOMAIN, schema.OP_TYPE)
     caught = [node for node in model.graph.all_nodes() if (node.domain, node.op_type) == ours]
     for node in caught:

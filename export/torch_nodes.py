@@ -20,6 +20,7 @@ def table() -> dict[Any, Callable[..., Any]]:
 
     return {
         torch.ops.aten.scaled_dot_product_attention.default: translate_sdpa,
+        torch.ops.aten.softmax.int: translate_softmax,
         torch.ops.flashonnx.attention.default: translate_attention,
         torch.ops.flashonnx.attention_outputs.default: translate_attention_outputs,
     }
@@ -158,6 +159,18 @@ def translate_sdpa(
         query, scale = op.Mul(query, op.CastLike(scale, query)), 1.0
     y = translate_attention(query, key, value, attn_mask, is_causal=is_causal, scale=scale)
     return y if shape is None else op.Reshape(y, shape)
+
+
+def translate_softmax(tensor: Any, dim: int, dtype: int = -1) -> Any:
+    """`aten.softmax.int`, in the type that it is asked for: torch's own translation casts only what comes out."""
+    op = _standard()
+    if not tensor.shape:
+        from onnxscript.function_libs.torch_lib.ops.core import aten_softmax
+
+        return aten_softmax(tensor, dim, dtype)
+    if dtype not in (-1, None, tensor.dtype):
+        tensor = op.Cast(tensor, to=dtype)
+    return op.Softmax(tensor, axis=dim)
 
 
 def _to_rank_4(op: Any, query: Any, key: Any, value: Any, mask: Any, grouped: bool) -> tuple[Any, Any, Any, Any, Any]:
