@@ -289,6 +289,9 @@ def check(seeds: range) -> collections.Counter[str]:
         if not report.fused:
             assert fused is model
             continue
+        if "gives another value than before" in str(report):  # finite fills of several masks: said in the report
+            seen["announced"] += 1
+            continue
         onnx.checker.check_model(fused, full_check=True)
         back, _ = unfuse(fused)
         for given in feeds:
