@@ -83,7 +83,8 @@ def fuse_ir(model: ir.Model, *, portable: bool = True) -> Report:
     model.graph, model.ir_version = copy.graph, copy.ir_version
     model.functions.clear()
     model.functions.update(copy.functions)
-    return whole
+    gone = ", ".join(sorted({f"{key[0]}::{key[1]}" for key in keys if key not in copy.functions}))
+    return dataclasses.replace(whole, notes=(*whole.notes, f"functions written out where they were called: {gone}"))
 
 
 def _is_left_inside(site: Site) -> bool:

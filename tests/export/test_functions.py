@@ -34,6 +34,7 @@ def test_written_out_where_it_is_called() -> None:
         "function mine::attend in call_y / p_2",
     ]
     assert {function.domain for function in fused.functions} == {"flashonnx"}
+    assert report.notes == ("functions written out where they were called: mine::attend",)
     assert not [prop for node in fused.graph.node for prop in node.metadata_props]
 
 
