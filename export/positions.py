@@ -188,7 +188,8 @@ class _Reader:
             return None
         if isinstance(a, Choice) and isinstance(b, Choice):
             is_and = a.inside == b.inside == 1.0 and a.outside == b.outside == 0.0
-            return choice(join([a.where, b.where]), 1.0, 0.0) if is_and else None
+            if is_and and None is number_of(a) is number_of(b):
+                return choice(join([a.where, b.where]), 1.0, 0.0)
         return of_numbers(a, b, lambda x, y: x * y)
 
     def _div(self, node: ir.Node) -> Form | None:

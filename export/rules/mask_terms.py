@@ -38,12 +38,14 @@ _KEPT = (
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A term and, where it hides keys outside a structure, that and what it puts there.
+    """A term and, where it hides keys outside a structure, that and the number there.
 
-    The structure is `window` and `rest`, once it is known where the queries stand.
+    The structure is `window` and `rest`, once it is known where the queries stand. The number is
+    `is_added` to what the scores are, or takes their place.
     """
 
     term: Term
+    is_added: bool
     hides: Structure | None = None
     fill: float = 0.0
     window: Window = NO_WINDOW
@@ -80,11 +82,11 @@ class Planner:
 
     def plan(self, terms: Sequence[Term]) -> Plan:
         """The structure of `terms`, where that is proved to change no row, or the remark says which."""
-        steps = [self._read(part) for term in terms for part in self._split(term)]
+        steps = [step for term in terms for step in self._steps(term)]
         base = self.grid.best_base([step.hides for step in steps if step.hides is not None])
         steps = [self._beside(step, base) for step in steps]
         window = functools.reduce(Window.__and__, (step.window for step in steps), NO_WINDOW)
-        whole = Plan(tuple(terms), is_sum=self._needs_sum(terms))
+        whole = self._whole(terms)
         if window == NO_WINDOW:
             return whole
         finite = [step for step in steps if step.is_finite]
@@ -94,7 +96,7 @@ class Planner:
             planned = self._above_finite(steps, window, base)
         else:
             planned = self._with_finite(steps, window, base)
-        return planned or dataclasses.replace(whole, remark=_KEPT)
+        return planned or dataclasses.replace(whole, remark=whole.remark or _KEPT)
 
     def _beside(self, step: Step, base: Dim) -> Step:
         if step.hides is None:
@@ -103,7 +105,7 @@ class Planner:
         if found is not None:
             return dataclasses.replace(step, window=found[0], rest=found[1])
         if step.term.is_bias:
-            return Step(step.term)
+            return Step(step.term, is_added=True)
         return dataclasses.replace(step, rest=((step.term.value, not step.term.inverted),))
 
     def _above_finite(self, steps: list[Step], window: Window, base: Dim) -> Plan | None:
@@ -115,7 +117,7 @@ class Planner:
         settled = False
         for step in steps:
             settled |= step.hides is not None and not step.is_finite
-            if step.is_finite and not step.term.is_bias and (settled or step.fill > _SWALLOWS):
+            if step.is_finite and not step.term.is_bias and (settled or step.is_added or step.fill > _SWALLOWS):
                 return None
         terms = [term for step in steps for term in ((step.term,) if step.is_finite else _kept([step]))]
         return Plan(tuple(terms), window, base, is_sum=True)
@@ -126,7 +128,7 @@ class Planner:
         fill = min(step.fill for step in hiding)
         may_lose_all = any(step.rest for step in hiding) or not self.grid.always_sees(window, base)
         others = all(self._is_small(step.term, fill) for step in steps if step.hides is None)
-        added = [index for index, step in enumerate(hiding) if step.term.is_bias]
+        added = [index for index, step in enumerate(hiding) if step.is_added]
         is_even = others and added in ([], [0]) and all(step.fill == fill for step in hiding)
         if is_even and (not added or fill <= _SWALLOWS or not may_lose_all):
             return Plan(_kept(steps), window, base, is_mean=may_lose_all)
@@ -138,14 +140,16 @@ class Planner:
         terms = tuple(term for step in steps for term in (_kept([step]) if step.window != NO_WINDOW else (step.term,)))
         return Plan(terms, window, base, is_mean=any(not term.is_bias for term in terms), remark=_MIXED)
 
-    def _needs_sum(self, terms: Sequence[Term]) -> bool:
-        """Whether only a sum keeps what finite numbers in the place of scores do beside other terms."""
-        finite = {term.number for term in terms if not term.is_bias and not is_minus_infinity(term.number)}
-        if not finite or max(finite) > _SWALLOWS:
-            return False
-        masks = {term.number for term in terms if not term.is_bias}
-        biases = [term for term in terms if term.is_bias]
-        return len(masks) > 1 or terms[-1].is_bias or not all(self._is_small(term, min(finite)) for term in biases)
+    def _whole(self, terms: Sequence[Term]) -> Plan:
+        """Without a window: the masks as they are, or their sum where only that keeps the rows."""
+        fills = {term.number for term in terms if not term.is_bias}
+        finite = {fill for fill in fills if not is_minus_infinity(fill)}
+        if not finite:
+            return Plan(tuple(terms))
+        are_small = all(self._is_small(term, min(finite)) for term in terms if term.is_bias)
+        if max(finite) <= _SWALLOWS:
+            return Plan(tuple(terms), is_sum=len(fills) > 1 or terms[-1].is_bias or not are_small)
+        return Plan(tuple(terms), remark="" if are_small else _MIXED)
 
     def _is_small(self, bias: Term, fill: float) -> bool:
         """Whether a bias is proved to be far from hiding a key as `fill` does."""
@@ -159,23 +163,23 @@ class Planner:
 
     # -- reading
 
-    def _split(self, term: Term) -> list[Term]:
-        """A bias that is a sum, or a bias under a mask, in its parts."""
+    def _steps(self, term: Term) -> list[Step]:
+        """What a term does; a bias that is a sum, or a bias under a mask, in its parts."""
         value = self.reducer.reduce(term.value)
         node = value.producer()
-        if not term.is_bias or node is None or node.domain or term.number <= 0:
-            return [term]
-        if node.op_type == "Add" and form_of(self.facts, value) is None:
-            return [part for item in node.inputs if item is not None for part in self._split(_with(term, item))]
-        if node.op_type == "Where" and form_of(self.facts, value) is None:
-            condition, a, b = node.inputs
+        is_known = not term.is_bias or form_of(self.facts, value) is not None
+        if is_known or node is None or node.domain or term.number <= 0:
+            return [self._read(term)]
+        if node.op_type == "Add":
+            return [step for item in node.inputs if item is not None for step in self._steps(_with(term, item))]
+        if node.op_type == "Where" and (condition := node.inputs[0]) is not None:
+            _, a, b = node.inputs
             for bias, fill, inverted in ((a, b, True), (b, a, False)):
                 number = self.facts.uniform(fill)
-                if number is None or number > _SWALLOWS or condition is None or bias is None:
-                    continue
-                hidden = Term(condition, number * term.number, is_bias=False, inverted=inverted)
-                return [*self._split(_with(term, bias)), hidden]
-        return [term]
+                if number is not None and number <= _SWALLOWS and bias is not None:
+                    hidden = self._read(Term(condition, number * term.number, is_bias=False, inverted=inverted))
+                    return [*self._steps(_with(term, bias)), dataclasses.replace(hidden, is_added=True)]
+        return [self._read(term)]
 
     def _read(self, term: Term) -> Step:
         value = self.reducer.reduce(term.value)
@@ -183,14 +187,14 @@ class Planner:
         if not term.is_bias:
             allowed = form if isinstance(form, Formula) else Formula(origin=(value, False))
             structure = read(allowed if term.inverted else ~allowed, self.grid)
-            return Step(term, structure or Structure(rest=((value, not term.inverted),)), term.number)
+            return Step(term, False, structure or Structure(rest=((value, not term.inverted),)), term.number)
         if isinstance(form, Choice) and 0.0 in (form.inside, form.outside):
             is_inside = form.inside == 0.0
             fill = (form.outside if is_inside else form.inside) * term.number
             structure = read(form.where if is_inside else ~form.where, self.grid)
             if fill <= NEGLIGIBLE and structure is not None:
-                return Step(term, structure, fill)
-        return Step(term)
+                return Step(term, True, structure, fill)
+        return Step(term, True)
 
     def _form(self, value: ir.Value) -> Form | None:
         """The form of a mask, as it is broadcast to queries and keys."""

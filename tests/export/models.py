@@ -48,17 +48,20 @@ def random_inputs(model: onnx.ModelProto, sizes: Mapping[str, int], seed: int = 
     return inputs
 
 
-def run(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray], *, library: bool = False) -> list[Any]:
-    """The model's outputs on ONNX Runtime's CPU provider."""
+def session(model: onnx.ModelProto, *, library: bool = False) -> ort.InferenceSession:
+    """The model on ONNX Runtime's CPU provider, with the fused operator of the library or of its body."""
     options = ort.SessionOptions()
     options.log_severity_level = 4
     if library:
         import flashonnx
 
-        session = flashonnx.session(model, ["CPUExecutionProvider"], options)
-    else:
-        session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return session.run(None, dict(inputs))
+        return flashonnx.session(model, ["CPUExecutionProvider"], options)
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def run(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray], *, library: bool = False) -> list[Any]:
+    """The model's outputs on ONNX Runtime's CPU provider."""
+    return session(model, library=library).run(None, dict(inputs))
 
 
 def assert_same(original: onnx.ModelProto, fused: onnx.ModelProto, inputs: Mapping[str, np.ndarray]) -> None:
