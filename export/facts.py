@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from flashonnx.export.constants import FOLDED, folded
 from flashonnx.export.dims import Dim, maximum, minimum
 from flashonnx.export.shape_rules import SHAPE_RULES
 
@@ -307,7 +308,7 @@ class Facts:
             self._ints[node.outputs[0]] = tuple(r for r in results if r is not None)
 
     def _fold_numbers(self, node: ir.Node) -> None:
-        if node.op_type not in _NUMERIC or not 1 <= len(node.inputs) <= 2:
+        if node.op_type not in FOLDED or not node.inputs:
             return
         arrays = []
         for value in node.inputs:
@@ -319,17 +320,8 @@ class Facts:
             if array is None:
                 return
             arrays.append(array)
-        with np.errstate(all="ignore"):
-            if node.op_type == "Cast":
-                kind = ir.DataType(node.attributes["to"].as_int())
-                if kind == ir.DataType.STRING:
-                    return
-                result = arrays[0].astype(kind.numpy())
-            else:
-                result = np.asarray(_NUMERIC[node.op_type](*arrays))
-                if arrays[0].dtype.kind != "i" or node.op_type == "Div":
-                    result = result.astype(arrays[0].dtype)
-        if result.size <= _SMALL:
+        result = folded(node, arrays)
+        if result is not None and result.size <= _SMALL:
             self._constants[node.outputs[0]] = result
 
 
@@ -380,10 +372,6 @@ def _integer(node: ir.Node, name: str, default: int) -> int:
     return attribute.as_int() if attribute is not None else default
 
 
-def _truncated_division(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return np.trunc(a / b) if a.dtype.kind == "i" else a / b
-
-
 # What an operator without the inputs or attributes that it must have raises here: nothing is known of its outputs then,
 # and whoever runs the model says what is wrong with it.
 _MALFORMED = (AttributeError, IndexError, KeyError, TypeError, ValueError)
@@ -401,16 +389,4 @@ _ARITHMETIC = {
     "Div": lambda a, b: a.divided_by(b),
     "Min": minimum,
     "Max": maximum,
-}
-_NUMERIC: dict[str, Any] = {
-    "Add": np.add,
-    "Sub": np.subtract,
-    "Mul": np.multiply,
-    "Div": _truncated_division,
-    "Pow": np.power,
-    "Sqrt": np.sqrt,
-    "Reciprocal": np.reciprocal,
-    "Neg": np.negative,
-    "Mod": np.mod,
-    "Cast": None,
 }

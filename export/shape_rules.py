@@ -7,6 +7,16 @@ from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 from flashonnx.export.dims import Dim, is_clipped, is_positive_or_zero, minimum, product
+from flashonnx.export.operator_shapes import (
+    attention,
+    conv,
+    integer,
+    multi_head_attention,
+    pad,
+    pool,
+    resized,
+    tile,
+)
 
 if TYPE_CHECKING:
     from flashonnx.export.facts import Dims, Facts
@@ -83,10 +93,10 @@ def _matmul(facts: Facts, node: ir.Node) -> Result:
     if a is None or b is None or len(a) < 2 or len(b) < 2:
         return [None]
     if node.op_type == "FusedMatMul":
-        if any(_int(node, name) for name in ("transBatchA", "transBatchB")):
+        if any(integer(node, name) for name in ("transBatchA", "transBatchB")):
             return [None]
-        a = (*a[:-2], a[-1], a[-2]) if _int(node, "transA") else a
-        b = (*b[:-2], b[-1], b[-2]) if _int(node, "transB") else b
+        a = (*a[:-2], a[-1], a[-2]) if integer(node, "transA") else a
+        b = (*b[:-2], b[-1], b[-2]) if integer(node, "transB") else b
     batch = broadcast(facts, a[:-2], b[:-2])
     return [(*batch, a[-2], b[-1]) if batch is not None else None]
 
@@ -95,7 +105,7 @@ def _gemm(facts: Facts, node: ir.Node) -> Result:
     a, b = (facts.dims(value) for value in node.inputs[:2])
     if a is None or b is None or len(a) != 2 or len(b) != 2:
         return [None]
-    return [(a[1] if _int(node, "transA") else a[0], b[0] if _int(node, "transB") else b[1])]
+    return [(a[1] if integer(node, "transA") else a[0], b[0] if integer(node, "transB") else b[1])]
 
 
 def _einsum(facts: Facts, node: ir.Node) -> Result:
@@ -126,7 +136,7 @@ def _reshape(facts: Facts, node: ir.Node) -> Result:
     dims = facts.dims(node.inputs[0])
     if facts.ints(node.inputs[1]) is None:
         return [_target(facts, node.inputs[1])]
-    return [reshaped(facts, dims, facts.ints(node.inputs[1]), bool(_int(node, "allowzero")))]
+    return [reshaped(facts, dims, facts.ints(node.inputs[1]), bool(integer(node, "allowzero")))]
 
 
 def _unsqueeze(facts: Facts, node: ir.Node) -> Result:
@@ -197,7 +207,9 @@ def _slice_size(size: Dim, start: Dim, end: Dim, step: Dim) -> Dim | None:
     if end.value is not None:
         if end.value >= 2**31 - 1:
             return size
-        return minimum(size, end) if end.value >= 0 else None
+        if end.value < 0:
+            return size + end if is_positive_or_zero(size + end) else None
+        return minimum(size, end)
     return minimum(size, end)
 
 
@@ -205,13 +217,13 @@ def _gather(facts: Facts, node: ir.Node) -> Result:
     dims, index = (facts.dims(value) for value in node.inputs[:2])
     if dims is None or index is None:
         return [None]
-    axis = normal(_int(node, "axis"), len(dims))
+    axis = normal(integer(node, "axis"), len(dims))
     return [(*dims[:axis], *index, *dims[axis + 1 :])]
 
 
 def _gathernd(facts: Facts, node: ir.Node) -> Result:
     dims, index = (facts.dims(value) for value in node.inputs[:2])
-    if dims is None or not index or index[-1].value is None or _int(node, "batch_dims"):
+    if dims is None or not index or index[-1].value is None or integer(node, "batch_dims"):
         return [None]
     return [(*index[:-1], *dims[index[-1].value :])]
 
@@ -220,7 +232,7 @@ def _split(facts: Facts, node: ir.Node) -> Result:
     dims = facts.dims(node.inputs[0])
     if dims is None:
         return [None]
-    axis = normal(_int(node, "axis"), len(dims))
+    axis = normal(integer(node, "axis"), len(dims))
     count = len(node.outputs)
     sizes: Dims | None = None
     if "split" in node.attributes:
@@ -251,7 +263,7 @@ def _shape(facts: Facts, node: ir.Node) -> Result:
     dims = facts.dims(node.inputs[0])
     if dims is None:
         return [(facts.unknown(),)]
-    start, end = _int(node, "start"), _int(node, "end", len(dims))
+    start, end = integer(node, "start"), integer(node, "end", len(dims))
     return [(Dim.of(len(range(*slice(start, end).indices(len(dims))))),)]
 
 
@@ -270,125 +282,22 @@ def _flatten(facts: Facts, node: ir.Node) -> Result:
     dims = facts.dims(node.inputs[0])
     if dims is None:
         return [None]
-    axis = normal(_int(node, "axis", 1), len(dims))
+    axis = normal(integer(node, "axis", 1), len(dims))
     return [(product(dims[:axis]), product(dims[axis:]))]
 
 
 def _reduce(facts: Facts, node: ir.Node) -> Result:
     dims, axes = facts.dims(node.inputs[0]), axes_of(facts, node)
-    if dims is None or axes is None or (not axes and _int(node, "noop_with_empty_axes")):
+    if dims is None or axes is None or (not axes and integer(node, "noop_with_empty_axes")):
         return [dims if axes is not None else None]
     gone = {normal(axis, len(dims)) for axis in axes} or set(range(len(dims)))
-    if _int(node, "keepdims", 1):
+    if integer(node, "keepdims", 1):
         return [tuple(Dim.of(1) if i in gone else size for i, size in enumerate(dims))]
     return [tuple(size for i, size in enumerate(dims) if i not in gone)]
 
 
 def _gather_elements(facts: Facts, node: ir.Node) -> Result:
     return [facts.dims(node.inputs[1])]
-
-
-def _conv(facts: Facts, node: ir.Node) -> Result:
-    """Batch and channels always; the rest where kernel and padding are numbers, and the stride is 1 or the input is."""
-    dims, kernel = (facts.dims(value) for value in node.inputs[:2])
-    if dims is None or kernel is None or len(dims) != len(kernel) or len(dims) < 3:
-        return [None]
-    rank = len(dims) - 2
-
-    def numbers(name: str, default: int, count: int) -> list[int]:
-        return list(node.attributes[name].as_ints()) if name in node.attributes else [default] * count
-
-    strides, dilations, pads = numbers("strides", 1, rank), numbers("dilations", 1, rank), numbers("pads", 0, 2 * rank)
-    explicit = "auto_pad" not in node.attributes or node.attributes["auto_pad"].as_string() in ("NOTSET", "VALID")
-    sizes = []
-    for index in range(rank):
-        size, width = dims[index + 2], kernel[index + 2].value
-        if width is None or not explicit:
-            sizes.append(facts.unknown())
-            continue
-        padded = size + pads[index] + pads[index + rank] - dilations[index] * (width - 1)
-        if strides[index] == 1:
-            sizes.append(padded)
-        else:
-            sizes.append(Dim.of((padded.value - 1) // strides[index] + 1) if padded.value else facts.unknown())
-    return [(dims[0], kernel[0], *sizes)]
-
-
-def _pool(facts: Facts, node: ir.Node) -> Result:
-    """Batch and channels; pooling over everything leaves one element a dimension."""
-    dims = facts.dims(node.inputs[0])
-    if dims is None or len(dims) < 3:
-        return [None]
-    whole = node.op_type.startswith("Global")
-    return [(*dims[:2], *(Dim.of(1) if whole else facts.unknown() for _ in dims[2:]))] * len(node.outputs)
-
-
-def _tile(facts: Facts, node: ir.Node) -> Result:
-    dims, repeats = facts.dims(node.inputs[0]), facts.ints(node.inputs[1])
-    if dims is None:
-        return [None]
-    if repeats is None or len(repeats) != len(dims):
-        return [tuple(facts.unknown() for _ in dims)]
-    return [tuple(size * count for size, count in zip(dims, repeats, strict=True))]
-
-
-def _resized(facts: Facts, node: ir.Node) -> Result:
-    """The rank alone, and dimensions that no scale changes."""
-    dims = facts.dims(node.inputs[0])
-    if dims is None:
-        return [None]
-    scales = facts.constant(node.inputs[2]) if len(node.inputs) > 2 else None
-    sizes = facts.ints(node.inputs[3]) if len(node.inputs) > 3 else None
-    if sizes is not None and len(sizes) == len(dims) and "axes" not in node.attributes:
-        return [sizes]
-    known = scales is not None and scales.size == len(dims)
-    return [tuple(d if known and scales[i] == 1 else facts.unknown() for i, d in enumerate(dims))]  # type: ignore[index]
-
-
-def _attention(facts: Facts, node: ir.Node) -> Result:
-    """Of the standard operator and of FlashAttention with separate Q, K and V."""
-    shapes = [facts.dims(value) for value in node.inputs[:3]]
-    if node.domain == "com.microsoft":
-        return _projecting_attention(facts, node)
-    if len(shapes) < 3 or None in shapes:
-        return [None]
-    q, k, v = (shape for shape in shapes if shape is not None)
-    if not len(q) == len(k) == len(v) or len(q) not in (3, 4):
-        return [None]
-    if len(q) == 4:
-        return [(*q[:3], v[3])]
-    size = v[2].divided_by(_int(node, "kv_num_heads")) if _int(node, "kv_num_heads") else None
-    return [(*q[:2], size * _int(node, "q_num_heads") if size is not None else facts.unknown())]
-
-
-def _projecting_attention(facts: Facts, node: ir.Node) -> Result:
-    """com.microsoft::Attention, which projects its input."""
-    x, weights = (facts.dims(value) for value in node.inputs[:2])
-    if x is None or weights is None or len(weights) != 2:
-        return [None]
-    sizes = list(node.attributes["qkv_hidden_sizes"].as_ints()) if "qkv_hidden_sizes" in node.attributes else []
-    width = Dim.of(sizes[2]) if sizes else weights[1].divided_by(3)
-    return [(*x[:2], width if width is not None else facts.unknown())]
-
-
-def _multi_head_attention(facts: Facts, node: ir.Node) -> Result:
-    """com.microsoft's MultiHeadAttention and GroupQueryAttention: (batch, queries, heads * size of V)."""
-    q, k, v = (facts.dims(value) for value in (*node.inputs[:3], None, None)[:3])
-    if q is None:
-        return [None]
-    heads = _int(node, "num_heads")
-    if node.op_type == "GroupQueryAttention":
-        packed = q[2].divided_by(heads + 2 * _int(node, "kv_num_heads"))
-        width = packed * heads if packed is not None and k is None else q[2] if k is not None else None
-    else:
-        source = v or k or q  # of three, four or, packed, five dimensions
-        width = source[2] if len(source) == 3 else source[-1] * heads
-    return [(*q[:2], width if width is not None else facts.unknown())]
-
-
-def _int(node: ir.Node, name: str, default: int = 0) -> int:
-    attribute = node.attributes.get(name)
-    return attribute.as_int() if attribute is not None else default
 
 
 _SAME = (
@@ -427,12 +336,13 @@ SHAPE_RULES: dict[str, Callable[[Facts, ir.Node], Result]] = {
     "ConstantOfShape": _filled,
     "Flatten": _flatten,
     "GatherElements": _gather_elements,
-    "Conv": _conv,
-    **dict.fromkeys(("MaxPool", "AveragePool", "LpPool", "GlobalAveragePool", "GlobalMaxPool"), _pool),
-    "Tile": _tile,
-    "Resize": _resized,
-    "Attention": _attention,
-    "FlashAttention": _attention,
-    "MultiHeadAttention": _multi_head_attention,
-    "GroupQueryAttention": _multi_head_attention,
+    "Conv": conv,
+    **dict.fromkeys(("MaxPool", "AveragePool", "LpPool", "GlobalAveragePool", "GlobalMaxPool"), pool),
+    "Tile": tile,
+    "Pad": pad,
+    "Resize": resized,
+    "Attention": attention,
+    "FlashAttention": attention,
+    "MultiHeadAttention": multi_head_attention,
+    "GroupQueryAttention": multi_head_attention,
 }

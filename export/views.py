@@ -143,7 +143,29 @@ def _squeeze(view: View, facts: Facts, node: ir.Node) -> View | None:
 
 def _reshape(view: View, facts: Facts, node: ir.Node) -> View | None:
     dims = facts.dims(node.outputs[0])
-    return regroup(view, dims) if dims is not None else None
+    if dims is None:
+        return None
+    result = regroup(view, dims)
+    return result if result is not None else _implied(view, dims)
+
+
+def _implied(view: View, dims: Dims) -> View | None:
+    """`view` reshaped to `dims`, one of which is what is left: the Reshape would fail if the rest did not divide."""
+    before, after = [factor for axis in view.axes for factor in axis], [size for size in dims if size != 1]
+    while len(before) > 1 and after and before[-1].size == after[-1]:
+        before.pop()
+        after.pop()
+    while len(before) > 1 and after and before[0].size == after[0]:
+        del before[0], after[0]
+    if len(before) != 1 or len(after) < 2 or sum(size.value is None for size in after) != 1:
+        return None
+    (factor,) = before
+    while len(after) > 1:
+        inner = product(after[1:])
+        first = Factor(after.pop(0), factor.stride * inner, factor.repeats)
+        second = Factor(inner, factor.stride, factor.repeats)
+        view, factor = view.split(factor, first, second), second
+    return regroup(view, dims)
 
 
 def regroup(view: View, dims: Dims) -> View | None:

@@ -13,6 +13,7 @@ from flashonnx.export.facts import Facts
 from flashonnx.export.rules.layouts import Exit, Heads, Place, Tensors, exits, groupings, places
 from flashonnx.export.rules.packed import packings
 from flashonnx.export.rules.scores import RefusalError
+from flashonnx.export.rules.sizes import Sizes, replaced_shapes, shape_users
 
 _LARGEST_HEAD = 512
 
@@ -44,6 +45,15 @@ class Arrangement:
         if self.layout != "separate":
             return [self.query.build(builder), None, None]
         return [place.build(builder) for place in (self.query, self.key, self.value)]
+
+    def replaced(
+        self, facts: Facts, builder: Builder, made: ir.Value, inner: Sequence[ir.Value]
+    ) -> dict[ir.Value, ir.Value]:
+        """What takes the places of old values, given the operator's output; `inner` ones go, and keep no shape."""
+        sizes = Sizes(facts, builder, [place.source for place in (self.query, self.key, self.value)])
+        asking = [node for value in inner for node in shape_users(value)]
+        result = {self.way_out.replaces: self.way_out.build(builder, made)}
+        return result | replaced_shapes(sizes, [*asking, *self.way_out.shapes])
 
     def layout_attributes(self) -> dict[str, Any]:
         """q_num_heads and kv_num_heads, which three dimensions need, and qkv_layout.

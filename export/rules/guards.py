@@ -58,13 +58,13 @@ def _no_key_test(facts: Facts, softmax: ir.Node, condition: ir.Value) -> list[ir
     else:  # all(score == -inf)
         reduction = inner = outer
     equal = step(inner.inputs[0], "Equal") if inner is not None else None
-    if reduction is None or equal is None or not _over_keys(facts, reduction):
+    if reduction is None or equal is None or not over_keys(facts, reduction):
         return None
     scores, number = equal.inputs
     return nodes if scores is softmax.inputs[0] and facts.uniform(number) == -math.inf else None
 
 
-def _over_keys(facts: Facts, node: ir.Node) -> bool:
+def over_keys(facts: Facts, node: ir.Node) -> bool:
     """Whether a reduction is over the last axis, which it keeps."""
     keeps = node.attributes["keepdims"].as_int() if "keepdims" in node.attributes else 1
     rank = facts.rank(node.inputs[0])

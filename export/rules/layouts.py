@@ -16,6 +16,7 @@ from flashonnx.export.build import Builder
 from flashonnx.export.dims import Dim, product
 from flashonnx.export.facts import Facts, constant_tensor
 from flashonnx.export.products import Labels, Roles
+from flashonnx.export.rules.sizes import shape_users
 from flashonnx.export.views import LAYOUT_OPERATORS, Axis, Factor, Peeled, View, peel, regroup
 
 # What layout operators cost at run time, besides a little for each: those that copy, and repetitions, which grow.
@@ -126,13 +127,17 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Exit:
-    """One way to give the operator's output of `rank` dimensions, with time before batch or not, back to the graph."""
+    """One way to give the operator's output of `rank` dimensions, with time before batch or not, back to the graph.
+
+    `shapes` are nodes that ask for the shape of what goes before.
+    """
 
     rank: int
     time_major: bool
     cost: int
     replaces: ir.Value
     build: Step
+    shapes: tuple[ir.Node, ...] = ()
 
 
 def groupings(facts: Facts, query: Operand, batch: Labels) -> Iterator[Heads]:
@@ -240,9 +245,12 @@ def exits(
         axes[-2:] = [axes[-2] + axes[-1]]
     view = View(value, (), tuple(axes))
     found: list[Exit] = []
+    shapes: list[ir.Node] = []
     while True:
-        found += list(_returns(view, value, b, h, s, d))
-        users = [use.node for use in value.uses()]
+        found += [dataclasses.replace(way, shapes=tuple(shapes)) for way in _returns(view, value, b, h, s, d)]
+        asking = shape_users(value)
+        users = [use.node for use in value.uses() if use.node not in asking]
+        shapes += asking
         if value.is_graph_output() or len(users) != 1 or users[0].domain:
             return found
         node = users[0]

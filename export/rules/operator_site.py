@@ -83,8 +83,9 @@ def rewrite_site(fusion: Fusion, site: Site, builder: Builder) -> Rewrite:
         replaced.pop(old).name = ""  # else it would be computed, for nobody
     if arrangement is not None:
         del replaced[site.outputs[0]]
-        replaced = {arrangement.way_out.replaces: arrangement.way_out.build(builder, output), **replaced}
-    return Rewrite(builder, replaced, (site.node,), site.remark, output)
+        replaced = arrangement.replaced(fusion.facts, builder, output, ()) | replaced
+    asking = (node for old in replaced if (node := old.producer()) is not None)
+    return Rewrite(builder, replaced, (site.node, *asking), site.remark, output)
 
 
 def _operand(fusion: Fusion, value: ir.Value, heads: int | None, sequence: str, size: str) -> Operand | None:

@@ -6,9 +6,10 @@ import dataclasses
 import math
 
 import onnx_ir as ir
+from flashonnx.export.dims import Dim
 from flashonnx.export.facts import Facts
 from flashonnx.export.products import Product, product_of
-from flashonnx.export.rules.guards import find_guard
+from flashonnx.export.rules.guards import find_guard, over_keys
 from flashonnx.export.views import LAYOUT_OPERATORS, scaling
 
 
@@ -21,34 +22,47 @@ class Term:
     """A step that changes scores by position, as seen from the scores.
 
     A bias is added after multiplication by `number`; a mask replaces the scores by `number` where
-    `value` is true (or, `inverted`, where it is false).
+    `value` is true (or, `inverted`, where it is false). The scores had the shape from which
+    `layouts` operators make that of the softmax.
     """
 
     value: ir.Value
     number: float
     is_bias: bool
     inverted: bool = False
+    layouts: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """softcap * tanh(scale / softcap * product), then `terms` in order, then softmax."""
+    """softcap * tanh(scale / softcap * product), then `terms` in order, then softmax.
+
+    `layouts` reshape the scores, from the softmax back; `sink` is a column that is put behind them
+    before the softmax, or before them if it `leads`.
+    """
 
     product: Product
     scale: float
     softcap: float
     terms: tuple[Term, ...]
     nodes: tuple[ir.Node, ...]
+    layouts: tuple[ir.Node, ...] = ()
+    sink: ir.Value | None = None
+    leads: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """The product with V, and whether a guard turns rows of NaN into zeros on the way there."""
+    """The product with V, and whether a guard turns rows of NaN into zeros on the way there.
+
+    `layouts` reshape the probabilities, from the softmax on.
+    """
 
     product: Product
     probabilities: ir.Value
     guarded: bool
     nodes: tuple[ir.Node, ...]
+    layouts: tuple[ir.Node, ...] = ()
 
 
 _FLOATS = {
@@ -79,6 +93,9 @@ class _State:
     softcap: float = 0.0
     terms: tuple[Term, ...] = ()
     nodes: tuple[ir.Node, ...] = ()
+    layouts: tuple[ir.Node, ...] = ()
+    sink: ir.Value | None = None
+    leads: bool = False
 
 
 class _Walk:
@@ -92,7 +109,9 @@ class _Walk:
         product = product_of(self.facts, node)
         if product is not None:
             scale = state.factor * product.factor * (state.softcap or 1.0)
-            return Scores(product, scale, state.softcap, state.terms, (*state.nodes, node))
+            return Scores(
+                product, scale, state.softcap, state.terms, (*state.nodes, node), state.layouts, state.sink, state.leads
+            )
         state = dataclasses.replace(state, nodes=(*state.nodes, node))
         scaled = scaling(self.facts, node)
         if scaled is not None:
@@ -100,11 +119,9 @@ class _Walk:
             return self.back(scaled[0], dataclasses.replace(state, factor=factor))
         step = getattr(self, f"_{node.op_type.lower()}", None) if not node.domain else None
         if step is None:
-            if node.op_type in LAYOUT_OPERATORS:
-                raise RefusalError(
-                    f"the scores are reshaped ({node.op_type} '{node.name}') before the softmax; "
-                    "add the mask to scores of shape (batch, heads, queries, keys) instead"
-                )
+            if node.op_type in LAYOUT_OPERATORS and not node.domain and node.op_type != "Expand":
+                layouts = (*state.layouts, node)
+                return self.back(_input(node, 0), dataclasses.replace(state, layouts=layouts))
             raise RefusalError(f"{node.op_type} '{node.name}' stands between the product and the softmax")
         return step(node, state)
 
@@ -133,7 +150,28 @@ class _Walk:
         return self._bias(node, state, 1.0)
 
     def _sub(self, node: ir.Node, state: _State) -> Scores:
-        return self._bias(node, state, -1.0)
+        top = _input(node, 1).producer()
+        if top is None or top.op_type != "ReduceMax" or top.inputs[0] is not node.inputs[0]:
+            return self._bias(node, state, -1.0)
+        # The softmax does not see what is taken off a whole row, unless some of it was compared with other numbers.
+        fills = [term.number for term in state.terms if not term.is_bias]
+        if not over_keys(self.facts, top) or state.sink or state.softcap or not all(map(is_minus_infinity, fills)):
+            raise RefusalError(f"the maximum that '{node.name}' takes off the scores is not that of whole rows")
+        return self.back(_input(node, 0), dataclasses.replace(state, nodes=(*state.nodes, top)))
+
+    def _concat(self, node: ir.Node, state: _State) -> Scores:
+        """One more column: a sink."""
+        rank, axis = self.facts.rank(node.outputs[0]), node.attributes["axis"].as_int()
+        if len(node.inputs) != 2 or rank is None or axis not in (-1, rank - 1):
+            raise RefusalError(f"Concat '{node.name}' stands between the product and the softmax")
+        if state.terms or state.layouts or state.sink or state.softcap or state.factor != 1.0:
+            raise RefusalError(f"the scores are changed after a column was put beside them ('{node.name}')")
+        for scores, sink in ((0, 1), (1, 0)):
+            dims = self.facts.dims(node.inputs[sink])
+            if dims is not None and dims[-1] == 1 and not self.facts.is_fixed(node.inputs[scores]):
+                found = dataclasses.replace(state, sink=_input(node, sink), leads=sink == 0)
+                return self.back(_input(node, scores), found)
+        raise RefusalError(f"Concat '{node.name}' puts more than a column beside the scores")
 
     def _bias(self, node: ir.Node, state: _State, sign: float) -> Scores:
         reasons = []
@@ -142,12 +180,23 @@ class _Walk:
                 continue
             if self.facts.is_fixed(node.inputs[scores]):
                 continue
-            term = Term(_input(node, bias), sign * state.factor, is_bias=True)
+            value, factor = self._unscaled(_input(node, bias))
+            term = Term(value, sign * state.factor * factor, is_bias=True)
             try:
                 return self._with_term(_input(node, scores), term, node, state)
             except RefusalError as reason:
                 reasons.append(reason)
         raise reasons[0] if reasons else RefusalError(f"'{node.name}' adds no scores")
+
+    def _unscaled(self, value: ir.Value) -> tuple[ir.Value, float]:
+        """`value` and the number that multiplies it behind a repetition, as baddbmm has it for beta."""
+        node = value.producer()
+        scaled = scaling(self.facts, node) if node is not None else None
+        if scaled is None or scaled[1] <= 0:
+            return value, 1.0
+        made = scaled[0].producer()
+        is_layout = made is not None and made.op_type in LAYOUT_OPERATORS and not made.domain
+        return scaled if is_layout or scaled[1] == 1.0 else (value, 1.0)
 
     def _where(self, node: ir.Node, state: _State) -> Scores:
         condition = _input(node, 0)
@@ -167,24 +216,26 @@ class _Walk:
     def _with_term(self, scores: ir.Value, term: Term, node: ir.Node, state: _State) -> Scores:
         if state.softcap:
             raise RefusalError(f"'{node.name}' changes scores before the softcap; the operator applies softcap first")
+        term = dataclasses.replace(term, layouts=len(state.layouts))
         return self.back(scores, dataclasses.replace(state, terms=(term, *state.terms)))
 
 
-def read_weights(facts: Facts, softmax: ir.Node) -> Weights:
-    """What happens between `softmax` and the product with V.
+def read_weights(facts: Facts, softmax: ir.Node, sink: ir.Value | None = None, leads: bool = False) -> Weights:
+    """What happens between `softmax` and the product with V; a `sink`'s column must go there.
 
     Raises:
         RefusalError: the probabilities are used otherwise too, or something else stands there.
     """
     nodes: list[ir.Node] = []
+    layouts: list[ir.Node] = []
     value = softmax.outputs[0]
-    guarded = False
+    guarded, drops = False, sink is not None
     while True:
         if value.is_graph_output():
             raise RefusalError(
                 f"the probabilities '{value.name}' are an output of the model; export it without output_attentions"
             )
-        users = [use.node for use in value.uses()]
+        users = [use.node for use in value.uses() if use.node.op_type != "Shape" or use.node.domain]
         guard = find_guard(facts, softmax, value, users)
         if guard is not None:
             nodes += guard[1]
@@ -196,11 +247,33 @@ def read_weights(facts: Facts, softmax: ir.Node) -> Weights:
             node = users[0]
         product = product_of(facts, node)
         if product is not None:
-            return Weights(product, value, guarded, (*nodes, node))
-        if guard is None and not _passes(facts, node):
+            if drops:
+                raise RefusalError("the column beside the scores is weighed too")
+            return Weights(product, value, guarded, (*nodes, node), tuple(layouts))
+        if drops and _drops_column(facts, node, leads):
+            drops = False
+        elif node.op_type in LAYOUT_OPERATORS and not node.domain and node.op_type != "Expand" and sink is None:
+            layouts.append(node)
+        elif guard is None and not _passes(facts, node):
             raise RefusalError(f"{node.op_type} '{node.name}' stands between the softmax and V")
         nodes.append(node)
         value = node.outputs[0]
+
+
+def _drops_column(facts: Facts, node: ir.Node, leads: bool) -> bool:
+    """Whether `node` is a Slice that leaves out the last column, or the first one if the sink `leads`."""
+    if node.op_type != "Slice" or node.domain or len(node.inputs) < 4:
+        return False
+    dims = facts.dims(node.inputs[0])
+    start, end, axis = (facts.ints(value) for value in node.inputs[1:4])
+    step = facts.ints(node.inputs[4]) if len(node.inputs) > 4 else (Dim.of(1),)
+    if dims is None or not (start and end and axis and step) or any(len(x) != 1 for x in (start, end, axis, step)):
+        return False
+    if axis[0].value not in (-1, len(dims) - 1) or step[0] != 1:
+        return False
+    if leads:
+        return start[0] == 1 and (end[0] == dims[-1] or (end[0].value or 0) >= 2**31 - 1)
+    return start[0] == 0 and (end[0] == -1 or end[0] == dims[-1] - 1)
 
 
 def _passes(facts: Facts, node: ir.Node) -> bool:

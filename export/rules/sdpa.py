@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import onnx_ir as ir
+from flashonnx.export.build import Builder
 from flashonnx.export.facts import Facts
 from flashonnx.export.products import Product, Roles, relabel, roles_of
-from flashonnx.export.rules.arrange import arrange
+from flashonnx.export.rules.arrange import Arrangement, arrange
 from flashonnx.export.rules.base import Fusion, Rewrite, Rule
 from flashonnx.export.rules.layouts import Operand, Tensors
 from flashonnx.export.rules.mask_inputs import MaskBuilder, ScoreAxes, full_lengths
-from flashonnx.export.rules.scores import RefusalError, Scores, Weights, read_scores, read_weights
+from flashonnx.export.rules.score_spaces import ScoreSpaces
+from flashonnx.export.rules.scores import RefusalError, Scores, Term, Weights, read_scores, read_weights
+from flashonnx.export.rules.sinks import sink_input
+from flashonnx.export.rules.sizes import shape_users
 from flashonnx.export.sites import Candidate
 
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -31,7 +35,8 @@ class DecomposedAttention(Rule):
     def rewrite(self, fusion: Fusion, candidate: Candidate) -> Rewrite:
         softmax, facts = candidate.node, fusion.facts
         _check_axis(fusion, softmax)
-        scores, weights = read_scores(facts, softmax), read_weights(facts, softmax)
+        scores = read_scores(facts, softmax)
+        weights = read_weights(facts, softmax, scores.sink, scores.leads)
         _check_single_use(scores, softmax, weights)
         roles = _roles(scores, weights)
         first, second = scores.product, weights.product
@@ -52,20 +57,17 @@ class DecomposedAttention(Rule):
         scale = scores.scale * found.query.factor * found.key.factor
         if not scale > 0:
             raise RefusalError(f"the scale {scale} is not positive")
-        dims = facts.dims(first.node.outputs[0])
-        assert dims is not None
         builder = fusion.builder(softmax)
-        axes = ScoreAxes(first.labels, dims, roles, found.heads, found.key.sequence == found.value.sequence)
+        terms, axes = _terms(facts, scores, weights, roles, found, builder)
         layout = found.layout_attributes()
-        alike = (softmax.graph, scores.terms, axes, dtype, weights.guarded)
+        alike = (softmax.graph, terms, axes, dtype, weights.guarded)
         mask = fusion.masks.get(alike)
         if mask is None:
-            masks = MaskBuilder(facts, fusion.reducer, builder, axes, key, dtype)
-            mask = masks.build(scores.terms, weights.guarded)
+            mask = MaskBuilder(facts, fusion.reducer, builder, axes, key, dtype).build(terms, weights.guarded)
         attributes = {
             "scale": scale,
             "softcap": scores.softcap,
-            "empty_row": mask.empty_row,
+            "empty_row": mask.empty_row if scores.sink is None else "zero",  # the sink takes it all
             **mask.window.attributes(),
             **layout,
         }
@@ -74,13 +76,42 @@ class DecomposedAttention(Rule):
         if mask.from_last:
             assert inputs[0] is not None and inputs[1] is not None
             lengths = fusion.masks.get((alike, found.rank)) or full_lengths(builder, inputs[0], inputs[1], found.rank)
-            inputs += [None, None, lengths]
+        inputs += [None, None, lengths]
+        if scores.sink is not None:
+            inputs.append(sink_input(facts, builder, scores.sink, axes.labels, axes.roles, found.heads.heads.value))
         made = fusion.attention(builder, inputs, attributes, found.rank)
-        result = found.way_out.build(builder, made)
-        nodes = (*scores.nodes, softmax, *weights.nodes)
+        inner = [value for node in (*scores.nodes, softmax, *weights.nodes[:-1]) for value in node.outputs]
+        replaced = found.replaced(facts, builder, made, inner)
+        asking = (node for old in replaced if (node := old.producer()) is not None)
+        nodes = (*scores.nodes, softmax, *weights.nodes, *asking)
         fusion.masks[alike] = mask
         fusion.masks[alike, found.rank] = lengths
-        return Rewrite(builder, {found.way_out.replaces: result}, nodes, mask.remark, made)
+        return Rewrite(builder, replaced, nodes, mask.remark, made)
+
+
+def _terms(
+    facts: Facts, scores: Scores, weights: Weights, roles: Roles, found: Arrangement, builder: Builder
+) -> tuple[tuple[Term, ...], ScoreAxes]:
+    """What changes the scores by position, and the scores' axes there."""
+    product = scores.product
+    dims = facts.dims(product.node.outputs[0])
+    assert dims is not None
+    keys_agree = found.key.sequence == found.value.sequence
+    if not scores.layouts and not weights.layouts:
+        return scores.terms, ScoreAxes(product.labels, dims, roles, found.heads, keys_agree)
+    if scores.sink is not None:
+        raise RefusalError("the scores are reshaped before a column is put beside them")
+    spaces = ScoreSpaces(facts, scores, weights)
+    spaces.check_softmax(roles.key)
+    named = spaces.named(roles)
+    if named is None:
+        raise RefusalError("the scores are reshaped before the softmax to something else than batch, heads and places")
+    view, labels, roles = named
+    if labels != product.labels and len(roles.batch) == 2 and view.dims[:2] != (found.heads.batch, found.heads.heads):
+        raise RefusalError("the scores are reshaped to other heads than those of Q before the softmax")
+    operands = [place.source for place in (found.query, found.key, found.value)]
+    terms = tuple(spaces.bring(term, view, builder, operands) for term in scores.terms)
+    return terms, ScoreAxes(labels, view.dims, roles, found.heads, keys_agree)
 
 
 def _check_axis(fusion: Fusion, softmax: ir.Node) -> None:
@@ -100,7 +131,7 @@ def _check_single_use(scores: Scores, softmax: ir.Node, weights: Weights) -> Non
             if value.is_graph_output():
                 raise RefusalError(f"the scores '{value.name}' are an output of the model")
             for use in value.uses():
-                if use.node not in inner:
+                if use.node not in inner and use.node not in shape_users(value):
                     raise RefusalError(f"the scores are used by {use.node.op_type} '{use.node.name}' too")
 
 

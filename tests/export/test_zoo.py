@@ -24,7 +24,6 @@ SIZES = ({"b": 2, "s": 7, "l": 4, "t": 5}, {"b": 3, "s": 9, "l": 9, "t": 3}, {"b
 # Left as they are, and the words of the reason.
 LEFT = {
     "a_dropout_boolmask_23": "bool",  # the exporter adds a bool mask to floats: the file is invalid
-    "c_swin_18": "reshaped",  # the mask of windows is added in five dimensions
     "e_sdpa_bool_20": "size 2 where the scores have b",  # a mask of fixed shape beside dynamic axes
     "e_sdpa_bool_dead_20": "size 2 where the scores have b",
 }
