@@ -7,9 +7,10 @@ from typing import Protocol
 
 import onnx_ir as ir
 from flashonnx.export.dims import Dim, is_positive_or_zero, minimum
+from flashonnx.export.factors import View
 from flashonnx.export.facts import Dims, Facts
 from flashonnx.export.forms import Affine, Form, Formula, moved
-from flashonnx.export.views import View
+from flashonnx.export.layout_steps import after
 
 
 class Reader(Protocol):
@@ -33,7 +34,7 @@ def _expand(reader: Reader, node: ir.Node) -> Form | None:
 def _view(reader: Reader, node: ir.Node) -> Form | None:
     form, value = reader.read(node.inputs[0]), node.inputs[0]
     inner = View.identity(reader.facts, value) if value is not None else None
-    view = inner.after(reader.facts, node.outputs[0]) if inner is not None else None
+    view = after(reader.facts, inner, node.outputs[0]) if inner is not None else None
     if form is None or view is None:
         return None
 
@@ -138,8 +139,17 @@ def _looked_up(
 
 
 def _tile(reader: Reader, node: ir.Node) -> Form | None:
-    form = reader.read(node.inputs[0])
-    return form if isinstance(form, Formula) and form.always is not None else None
+    """Copies side by side, of what is the same along an axis that has more than one."""
+    form, dims, whole = reader.read(node.inputs[0]), *(reader.facts.dims(v) for v in (node.inputs[0], node.outputs[0]))
+    if form is None or dims is None or whole is None or len(whole) != len(dims):
+        return None
+
+    def of(affine: Affine) -> Affine | None:
+        steps = tuple(0 if size == 1 else step for step, size in zip(affine.steps, dims, strict=True))
+        copied = any(step and a != b for step, a, b in zip(steps, dims, whole, strict=True))
+        return None if copied else Affine(affine.offset, steps)
+
+    return moved(form, of)
 
 
 def _concat(reader: Reader, node: ir.Node) -> Form | None:

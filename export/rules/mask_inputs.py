@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 from flashonnx.export.build import Builder
-from flashonnx.export.dims import Dim, is_clipped, minimum, product
+from flashonnx.export.dims import Dim, is_clipped, is_positive_or_zero, minimum, product
+from flashonnx.export.factors import Axis, View, regroup
 from flashonnx.export.facts import Dims, Facts, is_unknown
 from flashonnx.export.masks import MaskReducer, is_false, is_true, is_zero
 from flashonnx.export.products import Labels, Roles
 from flashonnx.export.rules.layouts import Heads, Operand
 from flashonnx.export.rules.mask_terms import NEGLIGIBLE, Planner
 from flashonnx.export.rules.scores import RefusalError, Term, is_minus_infinity
-from flashonnx.export.structure import Grid, Window
-from flashonnx.export.views import Axis, View, peel, regroup
+from flashonnx.export.structure import NO_WINDOW, Grid, Window
+from flashonnx.export.views import peel
 
 _ZERO = Dim.of(0)
 
@@ -67,13 +68,7 @@ class MaskBuilder:
         self.axes = axes
         self.key = key
         self.dtype = dtype
-        sizes = dict(zip(axes.labels, axes.dims, strict=True))
-        queries, keys = sizes[axes.roles.query], sizes[axes.roles.key]
-        bases = (_ZERO, keys - queries) if offset is None else (offset,)
-        rank = len(axes.labels)
-        places = (axes.labels.index(role) - rank for role in (axes.roles.query, axes.roles.key))
-        self.grid = Grid(queries, keys, bases, *places)
-        self.planner = Planner(facts, reducer, self.grid)
+        self.offset = offset
 
     def build(self, terms: Sequence[Term], guarded: bool) -> MaskInput:
         """One mask input and structural bounds for all `terms`.
@@ -83,10 +78,12 @@ class MaskBuilder:
         """
         for term in terms:
             self._check(term.value)  # those that do nothing too: they may widen the scores
-        plan = self.planner.plan([term for term in terms if not self._does_nothing(term)])
+        grid = self._grid(terms)
+        planner = Planner(self.facts, self.reducer, grid)
+        plan = planner.plan([term for term in terms if not self._does_nothing(term)])
         terms = plan.terms
-        from_last = plan.window != Window() and plan.base not in (self.grid.bases[0], 0)
-        hides = any(self.planner.hides_wholly(term) for term in terms)
+        from_last = plan.window != NO_WINDOW and plan.base not in (grid.bases[0], 0)
+        hides = any(planner.hides_wholly(term) for term in terms)
         remark = plan.remark or (
             "a query that sees no key gives 0; it gave NaN before" if hides and not guarded else ""
         )
@@ -124,6 +121,18 @@ class MaskBuilder:
         kind = self.facts.dtype(bias)
         assert kind is not None
         return self._op("Where", allowed, bias, self.builder.constant(np.array(number, kind.numpy())), dtype=kind)
+
+    def _grid(self, terms: Sequence[Term]) -> Grid:
+        """What the masks cover, with as many keys as they say, if more than one: others make the original fail."""
+        axes = self.axes
+        query, key = (axes.labels.index(role) - len(axes.labels) for role in (axes.roles.query, axes.roles.key))
+        queries, keys = axes.dims[query], axes.dims[key]
+        shapes = [self.facts.dims(term.value) for term in terms]
+        others = {dims[key] for dims in shapes if dims is not None and len(dims) >= -key and not _fits(dims[key], keys)}
+        if len(others) == 1 and all(is_positive_or_zero(size - 2) for size in others):
+            (keys,) = others
+        bases = (_ZERO, keys - queries) if self.offset is None else (self.offset,)
+        return Grid(queries, keys, bases, query, key)
 
     def _does_nothing(self, term: Term) -> bool:
         if term.is_bias:

@@ -64,6 +64,11 @@ POSITIONS = {
         "at",
     ),
     "chosen": ("is_low = Less(in, i0) up = Add(in, n) at = Where(is_low, up, in)", "at"),
+    "tiled": (
+        """row = Unsqueeze(in, o0) copies = Constant<value_ints=[3,1]>() rows = Tile(row, copies)
+        z = Constant<value_int=2>() at = Gather(rows, z)""",
+        "at",
+    ),
     "negated twice": ("m_in = Neg(in) at = Neg(m_in)", "at"),
     "row of a table of pairs": (
         """r = Unsqueeze(in, o0) both = Concat<axis=0>(r, r) z = Constant<value_int=1>()
@@ -99,6 +104,7 @@ def test_ways_to_count(name: str) -> None:
         "two = Constant<value_int=2>() at = Div(in, two)",
         "steps = Slice(jm, o0, end, o0, o1) at = Mul(steps, steps)",
         "last = Sub(n, i1) at = Sub(last, in)",
+        "twice = Constant<value_ints=[2]>() long = Tile(in, twice) at = Slice(long, n1, end, o0)",
     ],
 )
 def test_not_positions(making: str) -> None:
@@ -202,6 +208,27 @@ def test_behind_another_past(other: str) -> None:
     got = check(model_of(making, f"{PAST}, int64 x"), *PASTS, x=np.array(2))
     expected = {"from_last": True, "right_window_size": 1} if "Add" in other else {}
     assert got == {"scale": 1.0} | expected
+
+
+def test_cache_of_a_window() -> None:
+    """Three keys of the past at most, as a mask of s + 3 columns says: the model runs only where there are three."""
+    making = """last = Constant<value_ints=[-3]>() x2 = Constant<value_ints=[2]>() old = Slice(pk, last, end, x2)
+        oldv = Slice(pv, last, end, x2) kk = Concat<axis=2>(old, nk) vv = Concat<axis=2>(oldv, nv) more = Add(n, three)
+        at = Add(in, three) jw = Range(i0, more, i1) i = Unsqueeze(at, a3) j = Unsqueeze(jw, a4) a = LessOrEqual(j, i)
+        b = Sub(i, three) d = GreaterOrEqual(j, b) c = And(a, d)"""
+    body = masked(f"{BEHIND_PAST} {COUNTS} {making}", combine=HIDE)
+    body = body.replace("Transpose<perm=[0,1,3,2]>(k)", "Transpose<perm=[0,1,3,2]>(kk)").replace("(p, v)", "(p, vv)")
+    expected = {"scale": 1.0, "left_window_size": 0, "right_window_size": 3}
+    assert check(parse(body, PAST, Y), {"b": 2, "s": 5, "p": 3}, {"b": 1, "s": 1, "p": 8}) == expected
+
+
+def test_columns_that_may_be_one() -> None:
+    """As many as something else has: one of them is repeated for every key."""
+    making = (
+        "x1 = Shape(x) xn = Squeeze(x1) jx = Range(i0, xn, i1)" + ROWS.replace("jm", "jx") + "c = LessOrEqual(j, i)"
+    )
+    model = model_of(making, f"{QKV}, float[x] x")
+    assert check(model, *({**sizes, "x": x} for sizes in CROSS for x in (1, sizes["t"]))) == {"scale": 1.0}
 
 
 def test_queries_that_start_at_zero_before_a_past() -> None:
