@@ -14,36 +14,42 @@ from collections.abc import Callable, Iterator, Sequence
 import onnx_ir as ir
 from flashonnx.export.build import Builder
 from flashonnx.export.dims import Dim, product
+from flashonnx.export.factors import Axis, Factor, View, regroup
 from flashonnx.export.facts import Facts, constant_tensor
+from flashonnx.export.layout_steps import LAYOUT_OPERATORS, after
 from flashonnx.export.products import Labels, Roles
 from flashonnx.export.rules.sizes import shape_users
-from flashonnx.export.views import LAYOUT_OPERATORS, Axis, Factor, Peeled, View, peel, regroup
+from flashonnx.export.views import Peeled, peel
 
 # What layout operators cost at run time, besides a little for each: those that copy, and repetitions, which grow.
 Step = Callable[[Builder, ir.Value], ir.Value]
 
 TRANSPOSE = 10
-_REPEAT = 40
+_COSTS = {"Transpose": TRANSPOSE, **dict.fromkeys(("Expand", "Tile", "Concat", "Gather"), 40)}
 
 
 def cost_of(node: ir.Node) -> int:
-    return {"Transpose": TRANSPOSE, "Expand": _REPEAT}.get(node.op_type, 1)
+    return _COSTS.get(node.op_type, 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
     """A tensor of a product, its axes named by `labels`; its last axis holds the last two of them if `heads` is given.
 
-    `heads` is the number of heads on that axis.
+    `heads` is the number of heads on that axis. With `narrow` it is wanted in that type, from which it was
+    cast to float32.
     """
 
     value: ir.Value
     labels: Labels
     heads: int | None = None
+    narrow: ir.DataType | None = None
 
     def peel(self, facts: Facts, *, scales: bool, parts: bool = False) -> Iterator[Peeled]:
         """The ways to write the tensor as a view of something upstream, with one axis for each label."""
-        for peeled in peel(facts, self.value, scales=scales, parts=parts):
+        for peeled in peel(facts, self.value, scales=scales, parts=parts, narrow=self.narrow):
+            if self.narrow is not None and facts.dtype(peeled.view.source) != self.narrow:
+                continue
             view: View | None = peeled.view
             if self.heads is not None:
                 *outer, last = peeled.view.dims
@@ -254,13 +260,13 @@ def exits(
         if value.is_graph_output() or len(users) != 1 or users[0].domain:
             return found
         node = users[0]
-        if node.op_type not in LAYOUT_OPERATORS or node.op_type == "Expand":
+        if node.op_type not in LAYOUT_OPERATORS:
             return found
-        after = view.after(facts, node.outputs[0])
-        if after is None:
+        following = after(facts, view, node.outputs[0])
+        if following is None:
             return found
         found = [dataclasses.replace(way, cost=way.cost + cost_of(node)) for way in found]  # it stays behind them
-        view, value = after, node.outputs[0]
+        view, value = following, node.outputs[0]
 
 
 def _returns(view: View, value: ir.Value, b: Axis, h: Axis, s: Axis, d: Axis) -> Iterator[Exit]:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 from flashonnx.export.dims import Dim, product
+from flashonnx.export.factors import Axis, merged
 from flashonnx.export.facts import Facts
 from flashonnx.export.rules.layouts import Heads, Operand, Place, Step, Tensors, as_it_is, cost_of, reshape_to
-from flashonnx.export.views import Axis, merged
 
 _ZERO = Dim.of(0)
 

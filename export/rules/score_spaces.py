@@ -14,11 +14,12 @@ from collections.abc import Sequence
 import onnx_ir as ir
 from flashonnx.export.build import Builder
 from flashonnx.export.dims import Dim, product
+from flashonnx.export.factors import Axis, Factor, View
 from flashonnx.export.facts import Facts
+from flashonnx.export.layout_steps import after
 from flashonnx.export.products import Labels, Roles
 from flashonnx.export.rules.scores import RefusalError, Scores, Term, Weights
 from flashonnx.export.rules.sizes import Sizes
-from flashonnx.export.views import Axis, Factor, View
 
 _ONE = Dim.of(1)
 
@@ -90,10 +91,10 @@ def _views(facts: Facts, value: ir.Value, nodes: Sequence[ir.Node]) -> list[View
             return None
         views = [first]
         for node in nodes:
-            after = views[-1].after(facts, node.outputs[0])
-            if after is None:
+            following = after(facts, views[-1], node.outputs[0])
+            if following is None:
                 return None
-            views.append(after)
+            views.append(following)
         first = View(value, views[-1].layout, views[-1].layout)
     return views
 

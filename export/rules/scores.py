@@ -8,9 +8,10 @@ import math
 import onnx_ir as ir
 from flashonnx.export.dims import Dim
 from flashonnx.export.facts import Facts
+from flashonnx.export.layout_steps import LAYOUT_OPERATORS, is_repetition
 from flashonnx.export.products import Product, product_of
 from flashonnx.export.rules.guards import find_guard, over_keys
-from flashonnx.export.views import LAYOUT_OPERATORS, scaling
+from flashonnx.export.views import scaling
 
 
 class RefusalError(Exception):
@@ -119,7 +120,7 @@ class _Walk:
             return self.back(scaled[0], dataclasses.replace(state, factor=factor))
         step = getattr(self, f"_{node.op_type.lower()}", None) if not node.domain else None
         if step is None:
-            if node.op_type in LAYOUT_OPERATORS and not node.domain and node.op_type != "Expand":
+            if node.op_type in LAYOUT_OPERATORS and not node.domain:
                 layouts = (*state.layouts, node)
                 return self.back(_input(node, 0), dataclasses.replace(state, layouts=layouts))
             raise RefusalError(f"{node.op_type} '{node.name}' stands between the product and the softmax")
@@ -195,7 +196,8 @@ class _Walk:
         if scaled is None or scaled[1] <= 0:
             return value, 1.0
         made = scaled[0].producer()
-        is_layout = made is not None and made.op_type in LAYOUT_OPERATORS and not made.domain
+        is_layout = made is not None and not made.domain and made.op_type in LAYOUT_OPERATORS
+        is_layout = is_layout or (made is not None and is_repetition(self.facts, made))
         return scaled if is_layout or scaled[1] == 1.0 else (value, 1.0)
 
     def _where(self, node: ir.Node, state: _State) -> Scores:
@@ -252,7 +254,7 @@ def read_weights(facts: Facts, softmax: ir.Node, sink: ir.Value | None = None, l
             return Weights(product, value, guarded, (*nodes, node), tuple(layouts))
         if drops and _drops_column(facts, node, leads):
             drops = False
-        elif node.op_type in LAYOUT_OPERATORS and not node.domain and node.op_type != "Expand" and sink is None:
+        elif node.op_type in LAYOUT_OPERATORS and not node.domain and sink is None:
             layouts.append(node)
         elif guard is None and not _passes(facts, node):
             raise RefusalError(f"{node.op_type} '{node.name}' stands between the softmax and V")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
 import onnx_ir as ir
 from flashonnx.export.build import Builder
 from flashonnx.export.facts import Facts
@@ -51,7 +54,9 @@ class DecomposedAttention(Rule):
             named.right if value_is_right else named.left,
             named.right_labels if value_is_right else named.left_labels,
         )
-        dtype = _dtype(facts, query.value, key.value, value.value, second.node.outputs[0])
+        dtype = _dtype(facts, query, key, value.value, second.node.outputs[0])
+        if facts.dtype(query.value) == ir.DataType.FLOAT != dtype:
+            query, key = _narrow(facts, query, dtype), _narrow(facts, key, dtype)
         output = Operand(second.node.outputs[0], named.labels)
         found = arrange(facts, Tensors(query, key, value, output, roles, value_size), scales=True)
         scale = scores.scale * found.query.factor * found.key.factor
@@ -71,7 +76,7 @@ class DecomposedAttention(Rule):
             **mask.window.attributes(),
             **layout,
         }
-        inputs = [*found.inputs(builder), mask.value]
+        inputs = [*_cast(facts, builder, found.inputs(builder), dtype), mask.value]
         lengths = None
         if mask.from_last:
             assert inputs[0] is not None and inputs[1] is not None
@@ -167,8 +172,17 @@ def _value_label(product: Product | None, roles: Roles) -> str:
     raise RefusalError("the probabilities are not multiplied with V over the keys")
 
 
-def _dtype(facts: Facts, *values: ir.Value) -> ir.DataType:
-    kinds = {kind for kind in map(facts.dtype, values) if kind is not None}
+def _dtype(facts: Facts, query: Operand, key: Operand, *others: ir.Value) -> ir.DataType:
+    """The type of the attention, which is that of V and of the output.
+
+    Q and K may have been cast to float32 from it, as the operator adds up in float32 anyhow, or may
+    be narrower than float32 and be cast to it.
+    """
+    kinds = {kind for kind in map(facts.dtype, others) if kind is not None}
+    both = {kind for kind in (facts.dtype(query.value), facts.dtype(key.value)) if kind is not None}
+    if len(kinds) == len(both) == 1 and ir.DataType.FLOAT in kinds | both and kinds | both <= {*_FLOATS}:
+        return kinds.pop()
+    kinds |= both
     if len(kinds) != 1:
         names = ", ".join(sorted(kind.name.lower() for kind in kinds)) or "unknown"
         raise RefusalError(f"Q, K, V and the output have different or unknown types ({names})")
@@ -176,3 +190,26 @@ def _dtype(facts: Facts, *values: ir.Value) -> ir.DataType:
     if kind not in _FLOATS:
         raise RefusalError(f"{kind.name.lower()} attention; there are kernels for float32, float16 and bfloat16")
     return kind
+
+
+def _narrow(facts: Facts, operand: Operand, dtype: ir.DataType) -> Operand:
+    """Q or K of float32 as what was cast to it."""
+    result = dataclasses.replace(operand, narrow=dtype)
+    if next(result.peel(facts, scales=True), None) is None:
+        raise RefusalError(
+            f"'{operand.value.name}' is float32 and V {dtype.name.lower()}; "
+            "Q, K, V have different types, cast them to one"
+        )
+    return result
+
+
+def _cast(
+    facts: Facts, builder: Builder, inputs: Sequence[ir.Value | None], dtype: ir.DataType
+) -> list[ir.Value | None]:
+    """Q, K and V in one type."""
+    return [
+        builder.op("Cast", value, dtype=dtype, to=dtype)
+        if value is not None and (facts.dtype(value) or dtype) != dtype
+        else value
+        for value in inputs
+    ]

@@ -123,14 +123,33 @@ def test_casts_around_softmax() -> None:
 
 
 def test_casts_before_the_product() -> None:
-    """Q and K upcast, V not: two types in one attention."""
+    """Q and K upcast, V not, as of GPT-J: the operator adds up in float32 by itself."""
     body = """
         qw = Cast<to=1>(q) kt = Transpose<perm=[0,1,3,2]>(k) kw = Cast<to=1>(kt) scores = MatMul(qw, kw)
         p = Softmax<axis=-1>(scores) narrow = Cast<to=10>(p) y = MatMul(narrow, v)
     """
     inputs = "float16[b,2,s,8] q, float16[b,2,s,8] k, float16[b,2,s,8] v"
-    _, report = fuse_and_check(parse(body, inputs, "float16[b,2,s,8] y"), fused=0, total=1)
-    assert "different" in report.sites[0].reason
+    model, _ = fuse_and_check(parse(body, inputs, "float16[b,2,s,8] y"), *SIZES)
+    assert op_types(model) == {"FlashAttention"}
+    wider = inputs.replace("float16[b,2,s,8] q", "float[b,2,s,8] q")
+    _, report = fuse_and_check(parse(body, wider, "float16[b,2,s,8] y"), *SIZES, fused=0, total=1)
+    assert "different types" in report.sites[0].reason
+
+
+def test_casts_behind_the_product() -> None:
+    """The scores and V upcast, as a mask of float32 makes TorchScript do: Q and K follow."""
+    body = """
+        kt = Transpose<perm=[0,1,3,2]>(k) raw = MatMul(q, kt) wide = Cast<to=1>(raw) scores = Add(wide, mask)
+        p = Softmax<axis=-1>(scores) vw = Cast<to=1>(v) y = MatMul(p, vw)
+    """
+    inputs = "float16[b,2,s,8] q, float16[b,2,s,8] k, float16[b,2,s,8] v, float[b,1,s,s] mask"
+    before = parse(body, inputs, "float[b,2,s,8] y")
+    model, _ = fuse_and_check(before)
+    assert op_types(model) == {"FlashAttention", "Cast"}
+    for number, sizes in enumerate(SIZES):  # the original's scores are float16
+        feeds = random_inputs(before, sizes, number)
+        for library in (False, True):
+            np.testing.assert_allclose(run(model, feeds, library=library)[0], run(before, feeds)[0], atol=5e-3)
 
 
 def test_double() -> None:
