@@ -254,6 +254,15 @@ def test_fewer_keys_than_queries_and_the_lowest_number() -> None:
     assert got == {"scale": 1.0}  # -1e4 leaves them what the scores say
 
 
+@pytest.mark.parametrize(("fill", "expected"), [("low", {"left_window_size": 3, "empty_row": b"mean"}), ("ten", {})])
+def test_queries_behind_the_last_key(fill: str, expected: dict[str, object]) -> None:
+    """A window leaves them no key where there are fewer keys than queries."""
+    making = f"{ROWS} d = Sub(i, j) c = LessOrEqual(d, three)"
+    hide = f"mask = Where(c, zero, {fill}) scores = Add(raw, mask)"
+    assert check(model_of(making, QKV, hide=hide), {"b": 2, "s": 9, "t": 3}) == {"scale": 1.0} | expected
+    assert check(model_of(making, SELF, hide=hide), {"b": 2, "s": 9}) == {"scale": 1.0, "left_window_size": 3}
+
+
 def test_attention_behind_a_past() -> None:
     """The standard operator with the past outside, as exporters write it; and inside, where it counts itself."""
     making = f"{BEHIND_PAST} {COUNTS} at = Add(in, past) {TRIANGLE}"
