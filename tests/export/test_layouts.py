@@ -270,3 +270,106 @@ def test_names_that_exporters_make_up() -> None:
     """
     outputs = "float[b,n,16] y, float[b,Relunamed_dim_1,16] named"
     fuse_and_check(parse(body, FEATURE_INPUTS, outputs), *FEATURE_SIZES)
+
+
+# -- heads repeated otherwise
+
+FEW = "float[b,4,s,8] q, float[b,2,t,8] k, float[b,2,t,8] v"
+WIDEN = """
+    n = Shape<start=2,end=3>(k) bs = Shape<start=0,end=1>(k) h = Constant<value_ints=[4]>()
+    e = Constant<value_ints=[8]>() joined = Concat<axis=0>(bs, h, n, e)
+    a2 = Constant<value_ints=[2]>() a1 = Constant<value_ints=[1]>()
+"""
+REPETITIONS = {
+    "Tile": "{x}5 = Unsqueeze({x}, a2) {x}w = Tile({x}5, five) {x}h = Reshape({x}w, joined)",
+    "Concat": "{x}5 = Unsqueeze({x}, a2) {x}w = Concat<axis=2>({x}5, {x}5) {x}h = Reshape({x}w, joined)",
+    "Gather": "{x}h = Gather<axis=1>({x}, each)",
+    # every head as a whole: query head h would use key head h % 2
+    "Tile of all": "{x}h = Tile({x}, four)",
+    "Concat of all": "{x}h = Concat<axis=1>({x}, {x})",
+    "Gather of all": "{x}h = Gather<axis=1>({x}, all)",
+    "Gather in another order": "{x}h = Gather<axis=1>({x}, odd)",
+    "Tile of the sequence": "{x}5 = Unsqueeze({x}, a1) {x}w = Tile({x}5, five) {x}h = Reshape({x}w, joined)",
+}
+INDICES = """
+    five = Constant<value_ints=[1,1,2,1,1]>() four = Constant<value_ints=[1,2,1,1]>()
+    each = Constant<value_ints=[0,0,1,1]>() all = Constant<value_ints=[0,1,0,1]>()
+    odd = Constant<value_ints=[0,0,1,0]>()
+"""
+
+
+@pytest.mark.parametrize("name", REPETITIONS)
+def test_repetitions(name: str) -> None:
+    """Each head in a row is grouped attention; all heads after one another are not, and stay repeated."""
+    steps = " ".join(REPETITIONS[name].format(x=x) for x in "kv")
+    body = (
+        f"{WIDEN} {INDICES} {steps} kt = Transpose<perm=[0,1,3,2]>(kh) qh = Identity(q) {ATTEND.replace('o =', 'y =')}"
+    )
+    model, _ = fuse_and_check(parse(body, FEW, "float[b,4,s,8] y"), *SIZES)
+    is_grouped = name in ("Tile", "Concat", "Gather")
+    assert (list(nodes(model)[0].input) == ["q", "k", "v"]) == is_grouped
+    if is_grouped:
+        assert op_types(model) <= {"FlashAttention", "Shape", "Concat"}  # of a target that nobody needs
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "shapes", "output"),
+    [
+        # keys before queries; heads last; grouped heads by a label of their own; sequence first
+        ("bhjd,bhid->bhij", "bhij,bhjd->bhid", ("b,2,t,8", "b,2,s,8", "b,2,t,8"), "b,2,s,8"),
+        ("bihd,bjhd->bhij", "bhij,bjhd->bihd", ("b,s,2,8", "b,t,2,8", "b,t,2,8"), "b,s,2,8"),
+        ("ibhd,jbhd->bhij", "bhij,jbhd->ibhd", ("s,b,2,8", "t,b,2,8", "t,b,2,8"), "s,b,2,8"),
+        ("bhid,bhdj->bhij", "bhij,bhjd->bihd", ("b,2,s,8", "b,2,8,t", "b,2,t,8"), "b,s,2,8"),
+        ("hid,hjd->hij", "hij,hjd->ihd", ("2,s,8", "2,t,8", "2,t,8"), "s,2,8"),
+    ],
+)
+def test_einsum_of_any_order(first: str, second: str, shapes: tuple[str, str, str], output: str) -> None:
+    body = f"""c = Constant<value_float=0.4>() raw = Einsum<equation="{first}">(q, k) scores = Mul(raw, c)
+        p = Softmax<axis=-1>(scores) y = Einsum<equation="{second}">(p, v)"""
+    inputs = ", ".join(f"float[{shape}] {name}" for name, shape in zip("qkv", shapes, strict=True))
+    fuse_and_check(parse(body, inputs, f"float[{output}] y"), *SIZES)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("bhid,bhjd->bhij", "bhij,bhid->bhjd"),  # weighs the queries
+        ("bhid,bhjd->bhij", "bhij,bhje->bhie"),  # right, with labels of its own: fused
+        ("bhid,bhje->bhij", "bhij,bhjd->bhid"),  # sums each alone
+        ("bhid,bjhd->bhij", "bhij,bhjd->bhid"),  # heads and keys of K exchanged
+    ],
+)
+def test_einsum_nearly(first: str, second: str) -> None:
+    body = f"""raw = Einsum<equation="{first}">(q, k) p = Softmax<axis=-1>(raw) y = Einsum<equation="{second}">(p, v)"""
+    inputs = ", ".join(f"float[b,4,4,8] {name}" for name in "qkv")
+    before = parse(body, inputs, "float[b,4,4,8] y")
+    right = second.endswith("bhie") or first.startswith("bhid,bjhd")
+    fuse_and_check(before, {"b": 2}, {"b": 1}, fused=int(right), total=1)
+
+
+def test_einsum_behind_a_packed_projection() -> None:
+    """(batch, sequence, 3, heads, size) cut and contracted as it lies: nothing is moved."""
+    cut = "".join(f" i{i} = Constant<value_int={i}>() {x} = Gather<axis=2>(x, i{i})" for i, x in enumerate("qkv"))
+    body = f"""{cut} raw = Einsum<equation="bihd,bjhd->bhij">(q, k) p = Softmax<axis=-1>(raw)
+        y = Einsum<equation="bhij,bjhd->bihd">(p, v)"""
+    model, _ = fuse_and_check(parse(body, "float[b,s,3,2,8] x", "float[b,s,2,8] y"), *SIZES)
+    assert op_types(model) == {"FlashAttention", "Reshape"}
+    assert attributes(nodes(model)[0])["qkv_layout"] == b"3hd"
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_cache_in_front(transposed: bool) -> None:
+    """Past and new keys are put together, also where the cache holds K^T; grouped heads are repeated behind it."""
+    keys = (
+        "pt = Transpose<perm=[0,1,3,2]>(k) kk = Concat<axis=3>(pk, pt) each = Constant<value_ints=[0,0,1,1]>() "
+        "kt = Gather<axis=1>(kk, each)"
+        if transposed
+        else "kk = Concat<axis=2>(pk, k) each = Constant<value_ints=[0,0,1,1]>() kh = Gather<axis=1>(kk, each) "
+        "kt = Transpose<perm=[0,1,3,2]>(kh)"
+    )
+    values = "vv = Concat<axis=2>(pv, v) vh = Gather<axis=1>(vv, each)"
+    body = f"{keys} {values} qh = Identity(q) {ATTEND.replace('o =', 'y =')}"
+    past = "float[b,2,8,p] pk" if transposed else "float[b,2,p,8] pk"
+    before = parse(body, f"{FEW}, {past}, float[b,2,p,8] pv", "float[b,4,s,8] y")
+    model, _ = fuse_and_check(before, *({**size, "p": 6} for size in SIZES))
+    assert "Gather" not in op_types(model)
