@@ -38,7 +38,7 @@ def register(session_options: onnxruntime.SessionOptions) -> None:
     Raises:
         LibraryError: no suitable library or no suitable ONNX Runtime; the message says what to do.
     """
-    ort = _onnxruntime()
+    ort = checked_onnxruntime()
     path = library_path()
     if not isinstance(session_options, ort.SessionOptions):
         raise TypeError(f"register: expected an onnxruntime.SessionOptions, got {type(session_options).__name__}")
@@ -77,7 +77,7 @@ def session(
         FileNotFoundError: there is no such model file.
         ValueError: it is not an ONNX model.
     """
-    ort = _onnxruntime()
+    ort = checked_onnxruntime()
     options = session_options if session_options is not None else ort.SessionOptions()
     register(options)
     if isinstance(providers, str):
@@ -113,7 +113,7 @@ def session(
 
 def default_providers() -> list[str]:
     """CUDA if this ONNX Runtime has it and the library sees a device, then the CPU."""
-    ort = _onnxruntime()
+    ort = checked_onnxruntime()
     providers = ["CPUExecutionProvider"]
     if "CUDAExecutionProvider" in ort.get_available_providers() and cuda_unavailable() is None:
         providers.insert(0, "CUDAExecutionProvider")
@@ -131,7 +131,7 @@ def cuda_unavailable() -> str | None:
     return None
 
 
-def _onnxruntime() -> ModuleType:
+def checked_onnxruntime() -> ModuleType:
     """The onnxruntime module, checked: older ones abort in shape inference and run the wrong function overload."""
     needed = ".".join(map(str, MINIMUM_ONNXRUNTIME))
     try:

@@ -85,7 +85,7 @@ def build_engine(
             made = create(progress_monitor=monitor, **config)
             if embed_plugin:
                 made = backend.PostprocessConfig(made, _embed)
-            network = _network(backend, trt, prepared, folder)
+            network = parsed_network(backend, trt, prepared, folder)
             return bytes(backend.engine_bytes_from_network(network, made))
         except _polygraphy_error() as error:
             raise EngineError(_reason(lines, str(error), trt)) from error
@@ -119,7 +119,8 @@ def _polygraphy_error() -> type[Exception]:
     return error
 
 
-def _network(backend: ModuleType, trt: ModuleType, model: onnx.ModelProto, folder: str) -> Any:
+def parsed_network(backend: ModuleType, trt: ModuleType, model: onnx.ModelProto, folder: str) -> Any:
+    """Polygraphy's (builder, network, parser) of a prepared model; `folder` is for one beyond protobuf's 2 GB."""
     import onnx
 
     # The plugin takes exactly the types that the model says; TensorRT 11 and RTX know nothing else.
