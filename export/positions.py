@@ -103,8 +103,8 @@ class _Reader:
         return forms[value]
 
     def _named(self, value: ir.Value, form: Form | None) -> Form | None:
-        """`form` with `value` as its origin; every boolean has one."""
-        if isinstance(form, Formula):
+        """`form` with `value` as its origin; every boolean has one, what is opaque perhaps a smaller one."""
+        if isinstance(form, Formula) and not (form.is_opaque and form.origin is not None):
             return dataclasses.replace(form, origin=(value, False))
         if form is None and self.facts.dtype(value) == ir.DataType.BOOL:
             return Formula(origin=(value, False))
