@@ -89,7 +89,7 @@ POSITIONS = {
 @pytest.mark.parametrize("name", [name for name in POSITIONS if name != "range"])
 def test_ways_to_count(name: str) -> None:
     making, at = POSITIONS[name]
-    model = model_of(f"{making} i = Unsqueeze({at}, a3) j = Unsqueeze({at}, a4) c = LessOrEqual(j, i)")
+    model = model_of(f"{making} i = Unsqueeze({at}, a3) j = Unsqueeze(jm, a4) c = LessOrEqual(j, i)")
     assert check(model, *SIZES) == CAUSAL
 
 
@@ -159,6 +159,7 @@ def test_windows(making: str, expected: dict[str, object]) -> None:
         "e = Sub(n, i) c = LessOrEqual(j, e)",
         "a = LessOrEqual(j, i) b = Less(j, three) c = Or(a, b)",  # a prefix that all see
         "c = Less(j, three)",
+        "less = Sub(jm, i1) jj = Gather(jm, less) before = Unsqueeze(jj, a4) c = LessOrEqual(before, i)",  # last first
         "s = Add(i, j) c = LessOrEqual(s, n)",
         "f = Cast<to=1>(i) h = Constant<value_float=0.5>() g = Mul(f, h) jj = Cast<to=1>(j) c = LessOrEqual(jj, g)",
     ],
