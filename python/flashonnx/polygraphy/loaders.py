@@ -147,8 +147,9 @@ def _said_plainly() -> Iterator[None]:
 
 
 def _fused(model: Any) -> onnx.ModelProto:
-    import flashonnx
     import onnx
+
+    import flashonnx
 
     fused, report = flashonnx.fuse(model)
     assert isinstance(fused, onnx.ModelProto)
