@@ -327,44 +327,6 @@ def test_positions_that_wrap_around(kind: int) -> None:
     fuse_and_check(parse(masked(making), SELF, Y), {"b": 1, "s": 3}, {"b": 1, "s": 150})
 
 
-@pytest.mark.parametrize(
-    ("combine", "is_causal"),
-    [
-        ("one_mask = Add(raw, causal) scores = Add(one_mask, pad)", False),
-        ("one_mask = Where(future, low, raw) scores = Add(one_mask, pad)", False),
-        ("one_mask = Add(raw, pad) scores = Where(future, low, one_mask)", True),
-        ("one_mask = Where(padded, low, raw) scores = Where(future, ninf, one_mask)", True),
-        ("one_mask = Where(padded, ninf, raw) scores = Where(future, low, one_mask)", False),
-        ("one_mask = Where(future, ninf, raw) scores = Where(padded, low, one_mask)", False),
-        ("one_mask = Where(padded, low, raw) scores = Where(future, low, one_mask)", True),
-        ("one_mask = Add(raw, pad) scores = Where(future, ninf, one_mask)", True),
-    ],
-)
-def test_rows_that_two_masks_hide_together(combine: str, is_causal: bool) -> None:
-    """Left padding under a triangle: a structure only where such rows stay as they were, else a sum of both masks."""
-    making = f"""
-        {POSITIONS} future = Greater(j, i) causal = Where(future, low, zero)
-        kept = Unsqueeze(padding, a12) bool = Cast<to=9>(kept) padded = Not(bool) pad = Where(padded, low, zero)
-    """
-    model = parse(masked(making, combine=combine), f"{SELF}, int64[b,s] padding", Y)
-    for rows in ([[1, 1, 1, 0], [1, 1, 0, 0]], [[0, 0, 1, 1], [0, 1, 1, 1]], [[0, 1, 0, 1], [0, 0, 0, 0]]):
-        fused, report = fuse_and_check(model, {"b": 2, "s": 4}, padding=np.array(rows))
-        assert ("is_causal" in attributes(nodes(fused)[0])) == is_causal
-        assert ("a window is left in the mask" in report.sites[0].reason) != is_causal
-
-
-def test_rows_that_no_mask_keeps() -> None:
-    """-1e4 in the place of some scores and beside others: what a row without keys becomes is said."""
-    making = f"""
-        {POSITIONS} future = Greater(j, i) f = Cast<to=1>(padding) off = Sub(one, f) pads = Mul(off, ten)
-        pad = Unsqueeze(pads, a12)
-    """
-    combine = "one_mask = Where(future, ten, raw) scores = Add(one_mask, pad)"
-    model = parse(masked(making, combine=combine), f"{SELF}, int64[b,s] padding", Y)
-    _, report = fuse_and_check(model, {"b": 2, "s": 4}, padding=np.array([[1, 1, 1, 0], [1, 1, 0, 0]]))
-    assert "another value than before" in report.sites[0].reason
-
-
 def test_constant_triangle_sliced() -> None:
     """nanoGPT: a buffer of ones below the diagonal, cut to the length."""
     triangle = ",".join("1" if j <= i else "0" for i in range(12) for j in range(12))
