@@ -183,6 +183,19 @@ def runs_on_cpu(signature: Signature) -> bool:
     return s.has("past_key") or not (s.has("present_key") or s.has("present_value"))
 
 
+def caveat(signature: Signature) -> str:
+    """Where ONNX Runtime's CPU provider departs from a standard Attention of that signature; "" if nowhere."""
+    s = signature
+    words = []
+    if s.mask not in ("", "bool"):
+        words.append("gives 0 instead of the mean of V where a row of the mask is the most negative number throughout")
+    if s.has("nonpad_kv_seqlen"):
+        words.append("does not clamp lengths")
+    if s.dtype == "bfloat16":
+        words.append("does not run bfloat16")
+    return f"ONNX Runtime's CPU provider {', and '.join(words)}" if words else ""
+
+
 def function_of(signature: Signature, *, prefer_standard: bool = False) -> onnx.FunctionProto:
     """The model-local function of `signature`.
 

@@ -25,7 +25,8 @@ def unfuse(model: AnyModel, output: str | os.PathLike[str] | None = None) -> tup
 
     Returns:
         The model and a report whose sites are the flashonnx nodes; `fused` is true for those that
-        could not be replaced.
+        could not be replaced. The reason of a replaced one says where a runtime departs from the
+        standard operator.
 
     Raises:
         FileNotFoundError: there is no such file, or a weight file is missing.
@@ -98,4 +99,5 @@ def _replace(facts: Facts, names: Names, node: ir.Node) -> Site:
             old.name, new_value.name = names.fresh(f"{name}_before"), name
     graph.remove(node, safe=True)
     standard = any(inner.op_type == "Attention" for inner in made)
-    return Site(label, schema.OP_TYPE, False, "", "Attention" if standard else "plain operators")
+    remark = portable.caveat(signature) if standard else ""
+    return Site(label, schema.OP_TYPE, False, remark, "Attention" if standard else "plain operators")

@@ -168,7 +168,7 @@ def _answer(ask: Callable[[], str]) -> str:
 
 
 def _onnxruntime() -> str:
-    from flashonnx._runtime import _onnxruntime as load
+    from flashonnx._runtime import checked_onnxruntime as load
 
     runtime: Any = load()
     return f"{runtime.__version__} ({', '.join(runtime.get_available_providers())})"

@@ -311,12 +311,15 @@ def check(seeds: range) -> collections.Counter[str]:
             seen["announced"] += 1
             continue
         onnx.checker.check_model(fused, full_check=True)
-        back, _ = unfuse(fused)
+        back, way_back = unfuse(fused)
+        compared = [(fused, False), (fused, has_library())]
+        if "the most negative number throughout" not in str(way_back):  # which ONNX Runtime takes for -inf
+            compared.append((back, False))
         for given in feeds:
             if report.total > 1 and any(np.isnan(output).any() for output in run(model, given)):
                 continue  # where NaN came out anything may, and what is behind that has other inputs
             expected = run(model, given)
-            for result, library in ((fused, False), (fused, has_library()), (back, False)):
+            for result, library in compared:
                 for output, want, got in zip(
                     fused.graph.output, expected, run(result, given, library=library), strict=True
                 ):

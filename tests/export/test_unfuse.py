@@ -132,6 +132,26 @@ def test_which_become_attention(changes: dict[str, Any], oldest: int | None) -> 
         check(case, model)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, ""),
+        ({"mask": "b1qk"}, ""),
+        ({"mask": "b1qk", "mask_dtype": "T"}, "gives 0 instead of the mean of V"),
+        ({"lengths": (3, 7)}, "does not clamp lengths"),
+        ({"mask": "b1qk", "mask_dtype": "T", "sinks": True}, ""),  # plain operators have no caveat
+    ],
+    ids=str,
+)
+def test_where_a_runtime_departs_from_the_standard(changes: dict[str, Any], words: str) -> None:
+    case = replace(PLAIN, id=f"caveat {changes}", q_length=7, kv_length=7, **changes)
+    model = one_node(case, case.inputs())
+    del model.opset_import[:]
+    model.opset_import.extend([helper.make_opsetid("", 24), helper.make_opsetid("flashonnx", 1)])
+    (site,) = unfuse(model)[1].sites
+    assert (words in site.reason) if words else not site.reason
+
+
 QKV = "float[b,s,32] q, float[b,s,16] k, float[b,s,16] v"
 
 
