@@ -51,3 +51,10 @@ def test_rows_that_no_mask_keeps() -> None:
     model = parse(masked(making, combine=combine), f"{SELF}, int64[b,s] padding", Y)
     _, report = fuse_and_check(model, {"b": 2, "s": 4}, padding=np.array([[1, 1, 1, 0], [1, 1, 0, 0]]))
     assert "another value than before" in report.sites[0].reason
+
+
+def test_numbers_that_do_not_hide() -> None:
+    """-100 is a bias like any other."""
+    making = f"{POSITIONS} c = LessOrEqual(j, i) hundred = Constant<value_float=-100.0>() m = Where(c, zero, hundred)"
+    fused, _ = fuse_and_check(parse(masked(making), SELF, Y), {"b": 2, "s": 5})
+    assert attributes(nodes(fused)[0]) == {"scale": 1.0}

@@ -397,9 +397,3 @@ def test_alibi_stays_a_row_a_head(hide: str) -> None:
     fused, report = fuse_and_check(model, {"b": 2, "s": 4}, bias=low)
     assert "is_causal" not in attributes(nodes(fused)[0])
     assert "a window is left in the mask" in report.sites[0].reason
-
-
-def test_numbers_that_do_not_hide() -> None:
-    """-100 is a bias like any other."""
-    hide = "hundred = Constant<value_float=-100.0>() mask = Where(c, zero, hundred) scores = Add(raw, mask)"
-    assert check(model_of(f"{ROWS} c = LessOrEqual(j, i)", hide=hide), *SIZES) == {"scale": 1.0}
