@@ -52,7 +52,7 @@ class FusedModel(BaseLoader):
                     f"{_name(model)} has no flashonnx::FlashAttention node, so there is nothing to test: fuse it "
                     "(`flashonnx fuse`), name the fused model by --flashonnx-model, or say --flashonnx-fuse"
                 )
-        return model  # type: ignore[no-any-return]
+        return model
 
 
 class FlashonnxSession(BaseLoader):
@@ -167,10 +167,10 @@ def _has_attention(model: Any) -> bool:
     from flashonnx.export.schema import DOMAIN, OP_TYPE
 
     loaded = files.load(model).model
-    ours = (DOMAIN, OP_TYPE)
+    graphs: list[ir.Graph | ir.Function] = [loaded.graph, *loaded.functions.values()]
     return any(
-        (node.domain, node.op_type) == ours
-        for graph in (loaded.graph, *loaded.functions.values())
+        (node.domain, node.op_type) == (DOMAIN, OP_TYPE)
+        for graph in graphs
         for node in ir.traversal.RecursiveGraphIterator(graph)
     )
 
