@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,10 +14,13 @@ import flashonnx
 import onnx
 import pytest
 
+onnxruntime = pytest.importorskip("onnxruntime")
+
 SAMPLES = Path(__file__).parent.parent / "samples"
 NEEDS = {
     "bert_padding": ("torch", "transformers"),
     "diffusion": ("torch", "diffusers"),
+    "genai": ("torch", "onnxruntime_genai"),
     "hand_written": ("torch",),
     "vit": ("torch", "transformers"),
     "whisper": ("torch", "transformers"),
@@ -35,7 +39,7 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def require(*modules: str) -> None:
-    missing = [name for name in (*modules, "onnxruntime") if importlib.util.find_spec(name) is None]
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(f"samples: {', '.join(missing)} not installed")
 
@@ -63,7 +67,6 @@ def attention() -> onnx.ModelProto:
 @pytest.mark.slow
 def test_cpp_onnxruntime(tmp_path: Path, library_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the README compiles it; the log shows that the kernel ran in the one session and not in the other."""
-    require()
     headers = SAMPLES.parent / "build" / "headers" / "onnxruntime"
     if shutil.which("g++") is None or not headers.is_dir():
         pytest.skip("samples: no g++ or no build/headers/onnxruntime")
@@ -79,3 +82,24 @@ def test_cpp_onnxruntime(tmp_path: Path, library_path: str, monkeypatch: pytest.
     done = run(["./main", "fused.onnx", library_path], tmp_path)
     assert "8192 numbers" in done.stdout
     assert done.stderr.count("flashonnx: cpu for B16 Hq2") == 1
+
+
+def test_triton(tmp_path: Path, library_path: str) -> None:
+    """The configuration is what the model is. Triton itself is not here."""
+    onnx.save(attention(), tmp_path / "fused.onnx")
+    run([sys.executable, str(SAMPLES / "triton" / "run.py"), "fused.onnx", "models", "--name", "encoder"], tmp_path)
+    text = (tmp_path / "models" / "encoder" / "config.pbtxt").read_text()
+    fields = dict(re.findall(r"^(\w+): (\S+)$", text, re.MULTILINE))
+    assert fields == {"name": '"encoder"', "backend": '"onnxruntime"', "max_batch_size": "8"}
+    (library,) = re.findall(r'^model_operations \{ op_library_filename: "(.+)" \}$', text, re.MULTILINE)
+
+    options = onnxruntime.SessionOptions()
+    options.register_custom_ops_library(library)
+    file = tmp_path / "models" / "encoder" / "1" / "model.onnx"
+    session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    types = {"tensor(float)": "TYPE_FP32"}
+    for kind, values in (("input", session.get_inputs()), ("output", session.get_outputs())):
+        pattern = rf'^{kind} \[ \{{ name: "(.+)" data_type: (\w+) dims: \[ (.+) \] \}} \]$'
+        found = [(n, t, [int(d) for d in dims.split(",")]) for n, t, dims in re.findall(pattern, text, re.MULTILINE)]
+        sizes = [[d if isinstance(d, int) else -1 for d in value.shape[1:]] for value in values]
+        assert found == [(v.name, types[v.type], s) for v, s in zip(values, sizes, strict=True)]
