@@ -79,10 +79,15 @@ def save_models(folder: Path, width: int) -> Path:
     plain = attention(width)
     fused, report = flashonnx.fuse(plain)
     assert report.fused == report.total == 1
+    (folder / "elsewhere").mkdir()
     for name, model in (("plain", plain), ("fused", fused), ("wrong", with_wrong_scale(fused))):
         onnx.save(model, folder / f"{name}.onnx")
     onnx.save(
-        plain, folder / "external.onnx", save_as_external_data=True, location="external.data", size_threshold=1024
+        plain,
+        folder / "elsewhere" / "external.onnx",
+        save_as_external_data=True,
+        location="external.data",
+        size_threshold=1024,
     )
     relu = helper.make_graph([plain.graph.node[-1]], "relu", [helper.make_tensor_value_info(
         "attention", TensorProto.FLOAT, ["batch", "sequence", width])], plain.graph.output)  # fmt: skip
@@ -92,7 +97,7 @@ def save_models(folder: Path, width: int) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With plain.onnx, fused.onnx, wrong.onnx, external.onnx and relu.onnx."""
+    """With plain.onnx, fused.onnx, wrong.onnx, relu.onnx and elsewhere/external.onnx."""
     return save_models(tmp_path_factory.mktemp("models"), 32)
 
 
@@ -161,7 +166,7 @@ AGREE = {
                "--graph-optimization-level", "ORT_DISABLE_ALL"],
     "inner-outputs": ["run", "plain.onnx", "--onnxrt", "--flashonnx-onnxrt", "--flashonnx-fuse",
                       "--onnx-outputs", "attention", "y"],
-    "weights-in-a-file": ["run", "external.onnx", "--onnxrt", "--flashonnx-onnxrt", "--flashonnx-fuse"],
+    "weights-in-a-file": ["run", "elsewhere/external.onnx", "--onnxrt", "--flashonnx-onnxrt", "--flashonnx-fuse"],
     "nothing-to-fuse": ["run", "relu.onnx", "--onnxrt", "--flashonnx-onnxrt", "--flashonnx-fuse"],
 }  # fmt: skip
 SCRIPT = ["run", "plain.onnx", "--onnxrt", "--flashonnx-onnxrt", "--flashonnx-model"]
