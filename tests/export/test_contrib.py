@@ -1,4 +1,4 @@
-"""com.microsoft's attention operators: what ONNX Runtime's own kernels compute, fused; else float64 or a reason."""
+"""com.microsoft's MultiHeadAttention and Attention, as ONNX Runtime computes them, and operators that need more."""
 
 from __future__ import annotations
 
@@ -7,34 +7,10 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from contrib import SIZES, Inputs, Shape, fed, model
 from flashonnx.export import fuse
-from models import attributes, fuse_and_check, nodes, op_types, random_inputs, run
+from models import attributes, fuse_and_check, nodes, op_types, run
 from onnx import TensorProto, helper
-
-SIZES = ({"b": 2, "s": 5, "t": 7, "p": 3}, {"b": 1, "s": 9, "t": 3, "p": 1}, {"b": 3, "s": 1, "t": 4, "p": 2})
-SQUARE = tuple({**size, "t": size["s"]} for size in SIZES)
-Shape = list[int | str]
-Inputs = dict[str, Shape | None]
-INT = {"mask", "lengths", "total"}
-
-
-def model(op_type: str, inputs: Inputs, outputs: dict[str, Shape], opset: int = 18, **given: Any) -> onnx.ModelProto:
-    """One operator; an input without a shape is left out. Integer inputs are those in INT."""
-    names = [name if shape is not None else "" for name, shape in inputs.items()]
-    node = helper.make_node(op_type, names, list(outputs), name="attention", domain="com.microsoft", **given)
-    values = [
-        helper.make_tensor_value_info(name, TensorProto.INT32 if name in INT else TensorProto.FLOAT, shape)
-        for name, shape in inputs.items()
-        if shape is not None
-    ]
-    results = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in outputs.items()]
-    opsets = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
-    return helper.make_model(helper.make_graph([node], "g", values, results), opset_imports=opsets, ir_version=10)
-
-
-def fed(before: onnx.ModelProto, sizes: dict[str, int], seed: int = 0, **inputs: Any) -> dict[str, np.ndarray]:
-    return random_inputs(before, sizes, seed) | {name: np.asarray(value) for name, value in inputs.items()}
-
 
 # -- MultiHeadAttention
 
@@ -328,129 +304,6 @@ def test_masks_are_shared() -> None:
 )
 def test_projecting_left(inputs: Inputs, given: dict[str, Any], reason: str) -> None:
     before = projecting(inputs, **given)
-    after, report = fuse(before)
-    assert after is before
-    assert reason in report.sites[0].reason, report.sites[0].reason
-
-
-# -- GroupQueryAttention
-
-
-GROUPED: Inputs = {
-    "query": ["b", "s", 64], "key": ["b", "s", 32], "value": ["b", "s", 32], "past_key": None, "past_value": None,
-    "lengths": ["b"], "total": [],
-}  # fmt: skip
-MORE = ("cos", "sin", "position_ids", "attention_bias", "sink")
-STATES: dict[str, Shape] = {"present_key": ["b", 2, "s", 16], "present_value": ["b", 2, "s", 16]}
-
-
-def grouped(inputs: Inputs | None = None, outputs: dict[str, Shape] | None = None, **given: Any) -> onnx.ModelProto:
-    every: Inputs = {**GROUPED, **dict.fromkeys(MORE), **(inputs or {})}
-    heads = {"num_heads": 4, "kv_num_heads": 2}
-    return model("GroupQueryAttention", every, outputs or {"y": ["b", "s", 64]}, **{**heads, **given})
-
-
-def angles(sizes: dict[str, int], half: int = 8) -> dict[str, np.ndarray]:
-    turns = np.arange(sizes["m"])[:, None] * 100.0 ** -np.linspace(0, 1, half)
-    return {"cos": np.cos(turns).astype(np.float32), "sin": np.sin(turns).astype(np.float32)}
-
-
-def check_grouped(before: onnx.ModelProto, *, half: int = 8, rows: bool = True) -> onnx.ModelProto:
-    """The same answers for full and for ragged sentences, those of the padding's queries included."""
-    fused, _ = fuse_and_check(before)
-    for number, sizes in enumerate(SIZES):
-        named = sizes | {"m": 32}
-        random = np.random.default_rng(number)
-        for lengths in (np.full(sizes["b"], sizes["s"]), random.integers(1, sizes["s"] + 1, sizes["b"])):
-            inputs = fed(before, named, number, lengths=lengths.astype(np.int32) - 1, total=np.int32(sizes["s"]))
-            inputs |= {name: value for name, value in angles(named, half).items() if name in inputs}
-            for want, got in zip(run(before, inputs), run(fused, inputs), strict=True):
-                np.testing.assert_allclose(got, want, atol=2e-5)
-    return fused
-
-
-GQA: dict[str, tuple[Inputs, dict[str, Any]]] = {
-    "plain": ({}, {}),
-    "scale": ({}, {"scale": 0.1}),
-    "softcap": ({}, {"softcap": 1.5}),
-    "not causal": ({}, {"causal": 0}),
-    "sink": ({"sink": [4]}, {}),
-    "smooth": ({}, {"smooth_softmax": 1}),
-    "sink and softcap": ({"sink": [4]}, {"softcap": 1.5}),
-    "bias of heads": ({"attention_bias": [1, 4, "s", "s"]}, {}),
-    "bias of sentences, softcap": ({"attention_bias": ["b", 1, "s", "s"]}, {"softcap": 1.5}),
-    "bias, not causal": ({"attention_bias": ["b", 1, "s", "s"]}, {"causal": 0}),
-    "packed": ({"query": ["b", "s", 128], "key": None, "value": None}, {}),
-    "packed, as many heads": ({"query": ["b", "s", 192], "key": None, "value": None}, {"kv_num_heads": 4}),
-    "rotary": ({"cos": ["m", 8], "sin": ["m", 8]}, {"do_rotary": 1}),
-    "rotary, interleaved": ({"cos": ["m", 8], "sin": ["m", 8]}, {"do_rotary": 1, "rotary_interleaved": 1}),
-    "rotary, packed": (
-        {"query": ["b", "s", 128], "key": None, "value": None, "cos": ["m", 8], "sin": ["m", 8]}, {"do_rotary": 1},
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", GQA)
-def test_grouped(name: str) -> None:
-    inputs, given = GQA[name]
-    fused = check_grouped(grouped(inputs, **given))
-    (node,) = nodes(fused)
-    assert ({"RotaryEmbedding"} <= op_types(fused)) == ("rotary" in name)
-    if name in ("packed", "packed, as many heads"):
-        assert attributes(node)["qkv_layout"] == (b"gqa" if name == "packed" else b"3hd")
-        assert "Split" not in op_types(fused)
-    if name == "not causal":
-        assert node.input[6] and not node.input[3]  # lengths, and no mask
-
-
-def test_grouped_part_of_the_head_turns() -> None:
-    inputs: Inputs = {"query": ["b", "s", 128], "key": ["b", "s", 64], "value": ["b", "s", 64]}
-    before = grouped(
-        {**inputs, "cos": ["m", 8], "sin": ["m", 8]}, {"y": ["b", "s", 128]}, do_rotary=1, rotary_interleaved=0
-    )
-    check_grouped(before)
-
-
-def test_grouped_present() -> None:
-    """The present keys are the new ones, turned."""
-    outputs = {"y": ["b", "s", 64], **STATES}
-    check_grouped(grouped(None, outputs))
-    check_grouped(grouped({"cos": ["m", 8], "sin": ["m", 8]}, outputs, do_rotary=1))
-
-
-def test_grouped_positions() -> None:
-    """All places shifted alike, as a prompt's are, change nothing; present keys would show them."""
-    inputs: Inputs = {"cos": ["m", 8], "sin": ["m", 8], "position_ids": ["b", "s"]}
-    before = grouped(inputs, do_rotary=1)
-    position = next(value for value in before.graph.input if value.name == "position_ids")
-    position.type.tensor_type.elem_type = TensorProto.INT64
-    fused, _ = fuse_and_check(before)
-    sizes = SIZES[0] | {"m": 32}
-    places = np.arange(5)[None] + np.array([[4], [4]])
-    full = np.full(2, 4, np.int32)
-    given = fed(before, sizes, position_ids=places, lengths=full, total=np.int32(5), **angles(sizes))
-    np.testing.assert_allclose(run(fused, given)[0], run(before, given)[0], atol=2e-5)
-    with_states = grouped(inputs, {"y": ["b", "s", 64], **STATES}, do_rotary=1)
-    _, report = fuse(with_states)
-    assert "position_ids" in report.sites[0].reason
-
-
-PAST: Shape = ["b", 2, "p", 16]
-
-
-@pytest.mark.parametrize(
-    ("inputs", "given", "reason"),
-    [
-        ({"past_key": PAST, "past_value": PAST}, {}, "in place"),
-        ({"past_key": PAST, "past_value": PAST}, {"sliding_window_cache": 1, "local_window_size": 4}, "in place"),
-        ({}, {"local_window_size": 4}, "local_window_size"),
-        ({"value": None}, {}, "together"),
-        ({}, {"do_rotary": 1}, "cos_cache"),
-        ({}, {"scale": -0.5}, "not positive"),
-    ],
-)
-def test_grouped_left(inputs: Inputs, given: dict[str, Any], reason: str) -> None:
-    before = grouped(inputs, **given)
     after, report = fuse(before)
     assert after is before
     assert reason in report.sites[0].reason, report.sites[0].reason

@@ -1,0 +1,17 @@
+"""PyTorch's own transformer modules, and attention written out by hand: exported, fused, compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+from model_zoo.expect import check, parameters
+
+
+@pytest.mark.parametrize("case", parameters("modules"))
+def test_export(case: Any, tmp_path: Path) -> None:
+    check(case, tmp_path)

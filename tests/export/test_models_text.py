@@ -1,0 +1,17 @@
+"""Encoders and decoders of transformers, with and without a past: exported, fused, compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+from model_zoo.expect import check, parameters
+
+
+@pytest.mark.parametrize("case", parameters("text"))
+def test_export(case: Any, tmp_path: Path) -> None:
+    check(case, tmp_path)
