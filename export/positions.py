@@ -1,6 +1,6 @@
 """Masks and positions read by meaning: what every element is, evaluated with symbolic indices.
 
-Aranges, comparisons, triangles, and what exporters do to them: gathers by positions, cumulative
+Ranges, comparisons, triangles, and what exporters do to them: gathers by positions, cumulative
 sums, differences, slices, casts and broadcasts. Three forms come out: a number linear in the
 indices (Affine), a boolean made of inequalities between such numbers (Formula), and a tensor of two
 numbers that a Formula chooses between (Choice). What is not understood is a Formula that stands for

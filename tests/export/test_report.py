@@ -123,8 +123,8 @@ def test_explain_what_is_no_attention(name: str, words: str) -> None:
     model = parse(body, inputs, "float[b,2,s,8] head")
     _, report = fuse(model)
     assert words in explain(model, report, name)
-    with pytest.raises(ValueError, match="no node 'firts'; did you mean 'first'"):
-        explain(model, report, "firts")
+    with pytest.raises(ValueError, match="no node 'fist'; did you mean 'first'"):
+        explain(model, report, "fist")
 
 
 def test_colours() -> None:
