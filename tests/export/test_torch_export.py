@@ -315,9 +315,10 @@ def test_llama(tmp_path: Path) -> None:
     report = export(model, (), path, kwargs=tokens(2, 9), dynamic_shapes=axes)
     assert (report.fused, report.total) == (1, 1), str(report)
     (node,) = attention_nodes(path)
-    assert {a.name: a.i for a in node.attribute}["is_causal"] == 1
+    numbers = {a.name: a.i for a in node.attribute}
+    assert (numbers["is_causal"], numbers["q_num_heads"], numbers["kv_num_heads"]) == (1, 4, 2)
     shapes = {v.name: v.type.tensor_type.shape.dim for v in onnx.load(path).graph.value_info}
-    assert [d.dim_value for d in shapes[node.input[1]]][1] == 2
+    assert [shapes[name][-1].dim_value for name in node.input[1:3]] == [2 * 8, 2 * 8]
     assert [d.dim_value for d in shapes[node.input[3]]][-3:-1] == [1, 1]
     left = tokens(3, 17)
     left["attention_mask"] = left["attention_mask"].flip(1)
