@@ -19,17 +19,19 @@ from flashonnx.export.facts import Facts
 from flashonnx.export.forms import Choice, Form, Formula
 from flashonnx.export.masks import MaskReducer, largest
 from flashonnx.export.positions import form_of, spread
-from flashonnx.export.rules.scores import Term, is_minus_infinity
+from flashonnx.export.rules.scores import RefusalError, Term, is_minus_infinity
 from flashonnx.export.structure import NO_WINDOW, Grid, Origin, Structure, Window, read, within
 
 # A finite fill below this cannot reach a probability beside a score of sane size.
 NEGLIGIBLE = -1e4
 # A fill below this swallows any score that is added to it, in float32 and bfloat16.
 _SWALLOWS = -1e30
-_LOWEST_HALF = -65504.0
 _ZERO = Dim.of(0)
 
-_MIXED = "a query from which the masks hide every key together gives another value than before"
+_MIXED = (
+    "the masks hide keys by finite numbers that the operator cannot keep apart: a query from which they hide every key "
+    "together would give another value; fill with -inf or the type's lowest number"
+)
 _KEPT = (
     "a window is left in the mask, as a query from which the masks hide every key would give another value without it; "
     "masks of -inf, or one Where(mask, 0, finfo.min) in float32, do not have that"
@@ -81,22 +83,29 @@ class Planner:
         self.grid = grid
 
     def plan(self, terms: Sequence[Term]) -> Plan:
-        """The structure of `terms`, where that is proved to change no row, or the remark says which."""
+        """The structure of `terms`, where that is proved to change no row.
+
+        Raises:
+            RefusalError: neither a structure nor the masks as they are keep every row.
+        """
         steps = [step for term in terms for step in self._steps(term)]
         base = self.grid.best_base([step.hides for step in steps if step.hides is not None])
         steps = [self._beside(step, base) for step in steps]
         window = functools.reduce(Window.__and__, (step.window for step in steps), NO_WINDOW)
         whole = self._whole(terms)
-        if window == NO_WINDOW:
-            return whole
         finite = [step for step in steps if step.is_finite]
-        if not finite:
-            return Plan(_kept(steps), window, base)
-        if all(step.window == NO_WINDOW for step in finite):
+        planned = None
+        if window != NO_WINDOW and not finite:
+            planned = Plan(_kept(steps), window, base)
+        elif window != NO_WINDOW and all(step.window == NO_WINDOW for step in finite):
             planned = self._above_finite(steps, window, base)
-        else:
+        elif window != NO_WINDOW:
             planned = self._with_finite(steps, window, base)
-        return planned or dataclasses.replace(whole, remark=whole.remark or _KEPT)
+        if planned is not None:
+            return planned
+        if whole is None:
+            raise RefusalError(_MIXED)
+        return whole if window == NO_WINDOW else dataclasses.replace(whole, remark=_KEPT)
 
     def _beside(self, step: Step, base: Dim) -> Step:
         if step.hides is None:
@@ -132,16 +141,10 @@ class Planner:
         is_even = others and added in ([], [0]) and all(step.fill == fill for step in hiding)
         if is_even and (not added or fill <= _SWALLOWS or not may_lose_all):
             return Plan(_kept(steps), window, base, is_mean=may_lose_all)
-        finite = [step for step in hiding if step.is_finite]
-        # A sum of the masks keeps the rows; in float16 nothing tells what they are.
-        limits = {True: _LOWEST_HALF, False: _SWALLOWS}
-        if is_even or all(step.fill <= limits[step.term.is_bias] for step in finite):
-            return None
-        terms = tuple(term for step in steps for term in (_kept([step]) if step.window != NO_WINDOW else (step.term,)))
-        return Plan(terms, window, base, is_mean=any(not term.is_bias for term in terms), remark=_MIXED)
+        return None
 
-    def _whole(self, terms: Sequence[Term]) -> Plan:
-        """Without a window: the masks as they are, or their sum where only that keeps the rows."""
+    def _whole(self, terms: Sequence[Term]) -> Plan | None:
+        """Without a window: the masks as they are, or their sum if only that keeps the rows; None if nothing does."""
         fills = {term.number for term in terms if not term.is_bias}
         finite = {fill for fill in fills if not is_minus_infinity(fill)}
         if not finite:
@@ -149,7 +152,7 @@ class Planner:
         are_small = all(self._is_small(term, min(finite)) for term in terms if term.is_bias)
         if max(finite) <= _SWALLOWS:
             return Plan(tuple(terms), is_sum=len(fills) > 1 or terms[-1].is_bias or not are_small)
-        return Plan(tuple(terms), remark="" if are_small else _MIXED)
+        return Plan(tuple(terms)) if are_small else None
 
     def _is_small(self, bias: Term, fill: float) -> bool:
         """Whether a bias is proved to be far from hiding a key as `fill` does."""

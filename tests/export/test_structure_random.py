@@ -291,9 +291,6 @@ def check(seed: str, counts: collections.Counter[str]) -> None:
     counts["from the last key"] += "nonpad_kv_seqlen" in became
     counts["kept"] += "a window is left" in site.reason
     counts["mean"] += "mean" in became
-    if "another value than before" in site.reason:
-        counts["said to differ"] += 1
-        return
     onnx.checker.check_model(fused, full_check=True)
     # A score beside -1e4 has lost its last digits, before or after.
     tolerance = 3e-3 if any(numpy_helper.to_array(c).min() == -1e4 for c in drawing.constants) else 5e-5
