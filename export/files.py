@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 AnyModel = str | os.PathLike[str] | onnx.ModelProto | ir.Model
 
-_INLINE_LIMIT = 2**31 - 2**26  # bytes of weights: protobuf's 2 GB, less what the graph itself may take
+INLINE_LIMIT = 2**31 - 2**26  # bytes of weights: protobuf's 2 GB, less what the graph itself may take
 
 
 @dataclasses.dataclass
@@ -219,7 +219,7 @@ def save(source: Source, output: str | os.PathLike[str], result: onnx.ModelProto
     external = _external(model)
     moves = bool(external) and (source.folder is None or source.folder.resolve() != target.parent.resolve())
     inline = (tensor.nbytes for tensor in _weights(model) if not isinstance(tensor, ir.ExternalTensor))
-    moves = moves or sum(inline) > _INLINE_LIMIT
+    moves = moves or sum(inline) > INLINE_LIMIT
     file = pathlib.Path(os.path.realpath(target))
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{target.name}.") as folder:
         temporary = pathlib.Path(folder) / file.name

@@ -32,7 +32,6 @@ DEFAULT_OPSET = 20
 OLDEST_OPSET, NEWEST_OPSET = 18, 25  # torch exports at 18 and converts from there, silently not at all beyond 25
 
 _OURS = ("dynamo", "f", "opset_version", "fallback", "export_params", "keep_initializers_as_inputs")
-_INLINE_LIMIT = 2**31 - 2**26  # bytes of weights: protobuf's 2 GB, less what the graph itself may take
 
 
 def export_onnx(
@@ -165,10 +164,11 @@ def _write(model: ir.Model, path: Path, external_data: bool | None) -> None:
     """Writes the file, and its weights beside it if asked or needed: under other names first, then by renaming."""
     import onnx
     import onnx_ir as ir
+    from flashonnx.export.files import INLINE_LIMIT
 
     if external_data is None:
         weights = (value.const_value for value in model.graph.initializers.values())
-        external_data = sum(tensor.nbytes for tensor in weights if tensor is not None) > _INLINE_LIMIT
+        external_data = sum(tensor.nbytes for tensor in weights if tensor is not None) > INLINE_LIMIT
     data = f"{path.name}.data" if external_data else None
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         temporary = Path(folder) / path.name

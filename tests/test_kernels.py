@@ -55,6 +55,13 @@ def test_integer_masks(library: Library, device: str, case: Case) -> None:
     Problem(library, case, device).check()
 
 
+@on_devices(*(Case(f"{m}-{mask}-{t}", dtype=t, mask=m, mask_dtype=mask, q_length=70, kv_length=130)
+              for m in ("b1qk", "b11k") for t, mask in (("bfloat16", "float16"), ("float16", "bfloat16"))))  # fmt: skip
+def test_masks_of_the_other_16_bits(library: Library, device: str, case: Case) -> None:
+    """Only at the seam: a mask of two bytes that is not of Q's type."""
+    Problem(library, case, device).check()
+
+
 @on_devices(_BY_ID["causal-lengths-float32"], _BY_ID["lengths-clamped-0"], _BY_ID["lengths-float16"])
 def test_int32_lengths(library: Library, device: str, case: Case) -> None:
     inputs = case.inputs()

@@ -38,6 +38,16 @@ SLICED = numbers(n0="0", n1="1", n2="2", n3="3") + "".join(
     for i, name in enumerate(("qh", "kh", "vh"))
 )
 
+
+def gathered(axis: int, last: int) -> str:
+    """Q, K and V of x5 by their places on an axis, V's counted as `last`."""
+    places = f" i0 = Constant<value_int=0>() i1 = Constant<value_int=1>() i2 = Constant<value_int={last}>()"
+    return places + "".join(
+        f" {n}4 = Gather<axis={axis}>(x5, i{i}) {n}h = Transpose<perm=[0,2,1,3]>({n}4)"
+        for i, n in enumerate(("q", "k", "v"))
+    )
+
+
 WHOLE = {
     "a Split, as of GPT-2": "q, k, v = Split<axis=2, num_outputs=3>(x)" + HEADS,
     "a Split by sizes": numbers(w="16,16,16") + "q, k, v = Split<axis=-1>(x, w)" + HEADS,
@@ -52,12 +62,7 @@ WHOLE = {
     "timm's permutation, split": PERMUTED
     + numbers(n0="0")
     + "q5, k5, v5 = Split<axis=0, num_outputs=3>(t) qh = Squeeze(q5, n0) kh = Squeeze(k5, n0) vh = Squeeze(v5, n0)",
-    "unbound before the transposes": numbers(five="0,0,3,2,8")
-    + "x5 = Reshape(x, five) i0 = Constant<value_int=0>() i1 = Constant<value_int=1>() i2 = Constant<value_int=-1>()"
-    + "".join(
-        f" {n}4 = Gather<axis=2>(x5, i{i}) {n}h = Transpose<perm=[0,2,1,3]>({n}4)"
-        for i, n in enumerate(("q", "k", "v"))
-    ),
+    "unbound before the transposes": numbers(five="0,0,3,2,8") + "x5 = Reshape(x, five)" + gathered(2, last=-1),
 }
 
 
@@ -99,12 +104,7 @@ def test_rows_of_all_tokens(rows: str) -> None:
 INTERLEAVED = {
     "GPT-NeoX": numbers(e="0,0,2,24")
     + """x4 = Reshape(x, e) xh = Transpose<perm=[0,2,1,3]>(x4) qh, kh, vh = Split<axis=-1, num_outputs=3>(xh)""",
-    "BLOOM": numbers(e="0,0,2,3,8")
-    + "x5 = Reshape(x, e) i0 = Constant<value_int=0>() i1 = Constant<value_int=1>() i2 = Constant<value_int=2>()"
-    + "".join(
-        f" {n}4 = Gather<axis=3>(x5, i{i}) {n}h = Transpose<perm=[0,2,1,3]>({n}4)"
-        for i, n in enumerate(("q", "k", "v"))
-    ),
+    "BLOOM": numbers(e="0,0,2,3,8") + "x5 = Reshape(x, e)" + gathered(3, last=2),
 }
 
 
