@@ -3,7 +3,7 @@
     cd tests/export && python -m model_zoo.table FOLDER
 
 exports what FOLDER does not hold yet, fuses and compares all of it, and writes the table. An export takes seconds,
-FOLDER makes it possible to stop and to go on.
+FOLDER makes it possible to stop and to go on. The tests require of every export what the table says of it.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ def text(done: dict[str, dict[str, Any]]) -> str:
         "cells say what is wrong with the result."
     )
     left = [f"- {reason}: {', '.join(where)}" for reason, where in sorted(reasons.items())]
-    return "\n".join([summary, "", *lines, "", "What is left, and the report's reason:", "", *left])
+    rest = ["", "What is left, and the report's reason:", "", *left] if left else []
+    return "\n".join([summary, "", *lines, *rest])
 
 
 def _general(reason: str) -> str:

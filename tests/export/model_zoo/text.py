@@ -42,10 +42,18 @@ _EAGER = (
 )  # fmt: skip
 
 
+_CANNOT = {
+    "falcon_alibi": {
+        "TorchScript": "complex numbers in the graph, which no runtime takes",
+        "export_onnx": "ONNX Runtime's CPU provider has no Mul of bfloat16, in which its ALiBi is made",
+    }
+}
+
+
 def _entry(family: known.Family, attentions: tuple[str, ...] = ("sdpa", "eager")) -> Entry:
     return Entry(
         family.id, lambda attention: Call(family.make(attention), _AXES), _tokens, _AXES,
-        attentions=attentions if family.sdpa else ("eager",),
+        attentions=attentions if family.sdpa else ("eager",), cannot=_CANNOT.get(family.id, {}),
     )  # fmt: skip
 
 
