@@ -102,14 +102,14 @@ def tokens_first(case: CacheCase, x: Array) -> Array:
 
 
 def _check_cache(name: str, before: Array, out: Array, expected: Array) -> None:
-    """Rotated keys are right to their last bit but one; all else is copied."""
+    """Rotated keys are right to their last bit, and to float32's where terms cancel; all else is copied."""
     assert out.dtype == expected.dtype
     got, truth, old = (np.ascontiguousarray(x).view(f"u{x.itemsize}") for x in (out, expected, before))
     wrong = got != truth
     assert not (wrong & (truth == old)).any(), f"{name}: {(wrong & (truth == old)).sum()} values changed, or were not written"
     near = np.abs(out[wrong].astype(np.float64) - expected[wrong].astype(np.float64))
-    size = np.maximum(np.abs(expected[wrong].astype(np.float64)), 2.0**-2)
-    assert (near <= 2 * EPSILON[out.dtype.name] * size).all(), f"{name}: off by {near.max(initial=0):.3g}"
+    allowed = EPSILON[out.dtype.name] * np.abs(expected[wrong].astype(np.float64)) + 4 * EPSILON["float32"]
+    assert (near <= allowed).all(), f"{name}: off by {near.max(initial=0):.3g}"
 
 
 def naive(case: CacheCase, inputs: dict[str, Array], expected: dict[str, Array]) -> tuple[Array, Array, float]:

@@ -14,6 +14,15 @@ flashonnx_status check_count(const char* name, int64_t value, int64_t least) {
   return invalid(name, least ? "between 1 and 2^31 - 1024" : "between 0 and 2^31 - 1024", value);
 }
 
+flashonnx_status check_product(const char* name, int64_t a, int64_t b, int bits) {
+  const int64_t limit = (int64_t{1} << bits) - 1024;
+  if (a <= limit && b <= limit && a * b <= limit) return ok();
+  return make_status(FLASHONNX_INVALID_ARGUMENT,
+                     "FlashAttention: '%s' is expected to be at most 2^%d - 1024 with a cache, got "
+                     "%lld x %lld",
+                     name, bits, static_cast<long long>(a), static_cast<long long>(b));
+}
+
 flashonnx_status refuse(const flashonnx_tensor& tensor, const char* name, const char* where) {
   if (!present(tensor)) return ok();
   return make_status(FLASHONNX_INVALID_ARGUMENT,
@@ -148,7 +157,11 @@ flashonnx_status check_the_cache(const Params& p) {
                        static_cast<long long>(p.q_length), static_cast<long long>(p.kv_length));
   }
   if (p.causal_offset != 0) return invalid("causal_offset", "0 with 'key_cache'", p.causal_offset);
-  return ok();
+  // Tokens, and what one has in Q, K and V together, are counted in 32 bits.
+  if (!present(p.cu_seqlens_q))
+    FLASHONNX_RETURN_IF_ERROR(check_product("batch * q_length", p.batch, p.q_length, 31));
+  FLASHONNX_RETURN_IF_ERROR(check_product("q_heads * head_dim", p.q_heads, p.head_dim, 29));
+  return check_product("q_heads * value_dim", p.q_heads, p.value_dim, 29);
 }
 
 }  // namespace
