@@ -193,7 +193,7 @@ class CacheCase:
         return np.where(attend, random.standard_normal(attend.shape), -np.inf).astype(dtype)
 
 
-def typed(*cases: CacheCase) -> list[CacheCase]:
+def typed(*cases: Any) -> list[Any]:
     """Each case in every dtype, which its id then names."""
     dtypes = ("float32", "float16", "bfloat16")
     return [replace(case, id=f"{case.id}-{dtype}", dtype=dtype) for case in cases for dtype in dtypes]
