@@ -101,7 +101,7 @@ def attention_kv_cache(
     keys, values = key_cache.copy(), value_cache.copy()
     capacity = keys.shape[2] if block_table is None else block_table.shape[1] * keys.shape[1]
     y: Array = np.zeros((*queries.shape[:2], values.shape[-1]))
-    lse = np.full(queries.shape[:2], -np.inf)
+    lse: Array = np.full(queries.shape[:2], -np.inf)
     for b in range(batch):
         rows = slice(ends[b], ends[b + 1])
         tokens = ends[b + 1] - ends[b]
@@ -190,7 +190,7 @@ def attention_varlen(
     q_ends = ordered(cu_seqlens_q, len(queries))
     k_ends = ordered(cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, len(keys))
     y: Array = np.zeros((*queries.shape[:2], values.shape[-1]))
-    lse = np.full(queries.shape[:2], -np.inf)
+    lse: Array = np.full(queries.shape[:2], -np.inf)
     for b in range(len(q_ends) - 1):
         rows, count = slice(q_ends[b], q_ends[b + 1]), k_ends[b + 1] - k_ends[b]
         count = min(count, max_kv_length) if max_kv_length > 0 else count
