@@ -53,6 +53,12 @@ def _last_sequence(params: Params) -> None:
         params.batch -= 1
 
 
+def _one_query(params: Params) -> None:
+    if params.cu_seqlens_q.dtype:
+        params.kv_length = 1 if params.cache_k.dtype and params.k.dtype else params.kv_length
+        params.q_length = 1
+
+
 def _no_new_keys(params: Params) -> None:
     if params.cache_k.dtype:
         params.k.dtype = params.v.dtype = params.kv_length = 0
@@ -81,7 +87,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "softcap": ({"before": _add("softcap", 20.0)}, "error"),
     "causal": ({"before": lambda p: setattr(p, "is_causal", 1 - p.is_causal)}, "error|zero|out of place"),
     "last sequence": ({"before": _last_sequence}, "error|out of place|not written|off by"),
-    "longest": ({"before": lambda p: setattr(p, "q_length", min(p.q_length, 1) if p.q_tokens else p.q_length)}, "."),
+    "longest": ({"before": _one_query}, "error|out of place"),
     "nothing appended": ({"before": _no_new_keys}, "."),
     "a bit of the cache": ({"after": _flip("cache_k", 0)}, "changed|off by"),
     "a bit of the table": ({"after": _flip("block_table", 0)}, "block_table changed"),
