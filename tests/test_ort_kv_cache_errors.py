@@ -114,7 +114,7 @@ _BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "rotary_dim alone": ({}, {"rotary_dim": 4}, "'rotary_dim' is expected to be 0 without 'cos_cache', got 4"),
     "odd rotary_dim": (
         _ROTARY, {"rotary_dim": 5},
-        "'rotary_dim' is expected to be 0 (by the tables' width) or positive",
+        "'rotary_dim' is expected to be 0 (by the tables' width)",
     ),
     "interleaved": (_ROTARY, {"rotary_interleaved": 2}, "'rotary_interleaved' is expected to be 0 or 1, got 2"),
     "positions alone": ({"position_ids": (2, 3)}, {}, "'position_ids' is expected to be absent without 'cos_cache'"),
