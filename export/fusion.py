@@ -8,14 +8,16 @@ from collections.abc import Iterator, Mapping
 
 import onnx
 import onnx_ir as ir
-from flashonnx.export import inlining, rules, schema
-from flashonnx.export import portable as portable_bodies
-from flashonnx.export.files import check_output, load, save
-from flashonnx.export.matrices import matrix_of
-from flashonnx.export.report import Report, Site
+from flashonnx.export import rules
+from flashonnx.export.model import inlining
+from flashonnx.export.model.files import check_output, load, save
+from flashonnx.export.operator import portable as portable_bodies
+from flashonnx.export.operator import schema
+from flashonnx.export.reports.report import Report, Site
 from flashonnx.export.rules import Fusion, RefusalError, Rewrite
-from flashonnx.export.sites import LOG_SOFTMAX, WRITTEN_OUT, Candidate, find
-from flashonnx.export.softmaxes import NotSoftmaxError, restore
+from flashonnx.export.sites.finder import LOG_SOFTMAX, WRITTEN_OUT, Candidate, find
+from flashonnx.export.sites.matrices import matrix_of
+from flashonnx.export.sites.softmaxes import NotSoftmaxError, restore
 
 Model = onnx.ModelProto | ir.Model
 

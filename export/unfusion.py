@@ -6,11 +6,11 @@ import os
 
 import onnx
 import onnx_ir as ir
-from flashonnx.export import portable, schema
-from flashonnx.export.build import Names
-from flashonnx.export.facts import Facts
-from flashonnx.export.files import AnyModel, check_output, load, save
-from flashonnx.export.report import Report, Site
+from flashonnx.export.model.build import Names
+from flashonnx.export.model.files import AnyModel, check_output, load, save
+from flashonnx.export.operator import portable, schema
+from flashonnx.export.reports.report import Report, Site
+from flashonnx.export.values.facts import Facts
 
 
 def unfuse(model: AnyModel, output: str | os.PathLike[str] | None = None) -> tuple[onnx.ModelProto | ir.Model, Report]:

@@ -7,10 +7,10 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import onnx_ir as ir
-from flashonnx.export import schema
-from flashonnx.export.build import Builder, Names
-from flashonnx.export.facts import Facts, opset_of
-from flashonnx.export.masks import MaskReducer
+from flashonnx.export.masks.reducer import MaskReducer
+from flashonnx.export.model.build import Builder, Names
+from flashonnx.export.operator import schema
+from flashonnx.export.values.facts import Facts, opset_of
 
 
 class Fusion:

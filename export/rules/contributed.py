@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from flashonnx.export.dims import Dim
 from flashonnx.export.rules.base import Fusion, Rewrite
 from flashonnx.export.rules.operator_site import FLOATS, Site, is_used, name_of, rewrite_site
 from flashonnx.export.rules.scores import RefusalError
+from flashonnx.export.values.dims import Dim
 
 DOMAIN = "com.microsoft"
 Count = Callable[[], ir.Value]

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from flashonnx.export import schema
+from flashonnx.export.operator import schema
 from flashonnx.export.rules.base import Fusion, Rewrite, Rule
 from flashonnx.export.rules.contributed import DOMAIN, Contributed
 from flashonnx.export.rules.operator_site import Site, is_used
 from flashonnx.export.rules.scores import RefusalError
-from flashonnx.export.sites import Candidate
+from flashonnx.export.sites.finder import Candidate
 
 _CACHE = "a cache that is written in place needs an operator that is not there yet"
 _QUANTIZED = "the cache is quantized, which no kernel reads"

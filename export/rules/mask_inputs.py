@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from flashonnx.export.build import Builder
-from flashonnx.export.dims import Dim, is_clipped, is_positive_or_zero, minimum, product
-from flashonnx.export.factors import Axis, View, regroup
-from flashonnx.export.facts import Dims, Facts, is_unknown
-from flashonnx.export.masks import MaskReducer, is_false, is_true, is_zero
-from flashonnx.export.products import Labels, Roles
+from flashonnx.export.layout.factors import Axis, View, regroup
+from flashonnx.export.layout.products import Labels, Roles
+from flashonnx.export.layout.views import peel
+from flashonnx.export.masks.reducer import MaskReducer, is_false, is_true, is_zero
+from flashonnx.export.masks.structure import NO_WINDOW, Grid, Window
+from flashonnx.export.model.build import Builder
 from flashonnx.export.rules.layouts import Heads, Operand
 from flashonnx.export.rules.mask_terms import NEGLIGIBLE, Planner
 from flashonnx.export.rules.scores import RefusalError, Term, is_minus_infinity
-from flashonnx.export.structure import NO_WINDOW, Grid, Window
-from flashonnx.export.views import peel
+from flashonnx.export.values.dims import Dim, is_clipped, is_positive_or_zero, minimum, product
+from flashonnx.export.values.facts import Dims, Facts, is_unknown
 
 _ZERO = Dim.of(0)
 

@@ -14,13 +14,13 @@ import functools
 from collections.abc import Sequence
 
 import onnx_ir as ir
-from flashonnx.export.dims import Dim
-from flashonnx.export.facts import Facts
-from flashonnx.export.forms import Choice, Form, Formula
-from flashonnx.export.masks import MaskReducer, largest
-from flashonnx.export.positions import form_of, spread
+from flashonnx.export.masks.forms import Choice, Form, Formula
+from flashonnx.export.masks.positions import form_of, spread
+from flashonnx.export.masks.reducer import MaskReducer, largest
+from flashonnx.export.masks.structure import NO_WINDOW, Grid, Origin, Structure, Window, read, within
 from flashonnx.export.rules.scores import RefusalError, Term, is_minus_infinity
-from flashonnx.export.structure import NO_WINDOW, Grid, Origin, Structure, Window, read, within
+from flashonnx.export.values.dims import Dim
+from flashonnx.export.values.facts import Facts
 
 # A finite fill below this cannot reach a probability beside a score of sane size.
 NEGLIGIBLE = -1e4

@@ -7,16 +7,16 @@ import math
 from typing import Any
 
 import onnx_ir as ir
-from flashonnx.export import schema
-from flashonnx.export.build import Builder
-from flashonnx.export.dims import Dim
-from flashonnx.export.products import Roles
+from flashonnx.export.layout.products import Roles
+from flashonnx.export.masks.structure import Window
+from flashonnx.export.model.build import Builder
+from flashonnx.export.operator import schema
 from flashonnx.export.rules.arrange import Arrangement, arrange
 from flashonnx.export.rules.base import Fusion, Rewrite
 from flashonnx.export.rules.layouts import Heads, Operand, Tensors
 from flashonnx.export.rules.mask_inputs import MaskBuilder, ScoreAxes, full_lengths
 from flashonnx.export.rules.scores import RefusalError, Term
-from flashonnx.export.structure import Window
+from flashonnx.export.values.dims import Dim
 
 FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _LABELS = ("b", "h", "q", "k")

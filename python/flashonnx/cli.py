@@ -125,7 +125,7 @@ def _say(text: Any) -> None:
 
 def _check_reports(output: Path | None, *reports: Path | None) -> None:
     """Reports can be written: said before the model is, so that nothing is half done."""
-    from flashonnx.export.files import check_output
+    from flashonnx.export.model.files import check_output
 
     for path in reports:
         if path is not None:
