@@ -36,6 +36,11 @@ _KEPT = (
     "a window is left in the mask, as a query from which the masks hide every key would give another value without it; "
     "masks of -inf, or one Where(mask, 0, finfo.min) in float32, do not have that"
 )
+_NOT_SWALLOWED = (
+    "a window is left in the mask, as a query from which the masks hide every key would give another value without it: "
+    "{fill:g} is added to its scores, and that leaves differences between them, as the lowest number of float32 and "
+    "bfloat16 does not; export with export_onnx or with masks of -inf"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +110,14 @@ class Planner:
             return planned
         if whole is None:
             raise RefusalError(_MIXED)
-        return whole if window == NO_WINDOW else dataclasses.replace(whole, remark=_KEPT)
+        return whole if window == NO_WINDOW else dataclasses.replace(whole, remark=self._why_kept(finite))
+
+    def _why_kept(self, finite: Sequence[Step]) -> str:
+        """Why a window could not leave the mask. One number that is added once is enough only if it swallows scores."""
+        fills = {step.fill for step in finite}
+        if len(finite) == 1 and finite[0].is_added and min(fills) > _SWALLOWS:
+            return _NOT_SWALLOWED.format(fill=min(fills))
+        return _KEPT
 
     def _beside(self, step: Step, base: Dim) -> Step:
         if step.hides is None:

@@ -154,6 +154,8 @@ def _improve_mask(fusion: Fusion, site: Site, builder: Builder) -> None:
         assert q is not None and k is not None and rank is not None
         lengths = fusion.masks.get((alike, "lengths")) or full_lengths(builder, q, k, rank)
         fusion.masks[alike, "lengths"] = site.inputs["nonpad_kv_seqlen"] = lengths
+    elif result.lengths is not None:
+        site.inputs["nonpad_kv_seqlen"] = result.lengths
     for name in ("is_causal", "left_window_size", "right_window_size"):
         site.attributes.pop(name, None)
     site.attributes |= (before & result.window).attributes()

@@ -77,7 +77,7 @@ class DecomposedAttention(Rule):
             **layout,
         }
         inputs = [*_cast(facts, builder, found.inputs(builder), dtype), mask.value]
-        lengths = None
+        lengths = mask.lengths
         if mask.from_last:
             assert inputs[0] is not None and inputs[1] is not None
             lengths = fusion.masks.get((alike, found.rank)) or full_lengths(builder, inputs[0], inputs[1], found.rank)
