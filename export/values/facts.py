@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 from flashonnx.export.values.constants import FOLDED, folded
 from flashonnx.export.values.dims import Dim, maximum, minimum
+from flashonnx.export.values.operator_shapes import one_hot_row
 from flashonnx.export.values.shape_rules import SHAPE_RULES
 
 Dims = tuple[Dim, ...]
@@ -240,8 +241,10 @@ class Facts:
         elif operator in ("Squeeze", "Unsqueeze", "Reshape", "Identity", "Cast"):
             rank = self.rank(output)
             keeps = operator != "Cast" or node.attributes["to"].as_int() in _INTEGERS
-            if keeps and rank is not None and rank <= 1 and self.ints(first) is not None:
-                self._ints[output] = self.ints(first) or ()
+            numbers = self.ints(first)
+            numbers = one_hot_row(self, first) if numbers is None else numbers
+            if keeps and rank is not None and rank <= 1 and numbers is not None:
+                self._ints[output] = numbers
         elif operator == "Concat":
             parts = [self.ints(value) for value in node.inputs]
             if all(part is not None for part in parts) and self.rank(output) == 1:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from flashonnx.export.values.facts import Dims, Facts
 
 Result = Sequence["Dims | None"]
+_LONGEST_ROW = 64  # more than a tensor has dimensions
 
 
 def integer(node: ir.Node, name: str, default: int = 0) -> int:
@@ -29,6 +30,30 @@ def pad(facts: Facts, node: ir.Node) -> Result:
     if pads is None or len(pads) != 2 * len(dims) or any(node.inputs[3:]):
         return [tuple(facts.unknown() for _ in dims)]
     return [tuple(size + pads[i] + pads[i + len(dims)] for i, size in enumerate(dims))]
+
+
+def one_hot(facts: Facts, node: ir.Node) -> Result:
+    """One more axis, of the size that the second input says."""
+    dims, depth = facts.dims(node.inputs[0]), facts.ints(node.inputs[1])
+    if dims is None:
+        return [None]
+    axis = integer(node, "axis", -1) % (len(dims) + 1)
+    size = depth[0] if depth is not None and len(depth) == 1 else facts.unknown()
+    return [(*dims[:axis], size, *dims[axis:])]
+
+
+def one_hot_row(facts: Facts, value: ir.Value | None) -> Dims | None:
+    """The elements of a OneHot of one index, in which TorchScript's repeat_interleave puts a count between ones."""
+    node = value.producer() if value is not None else None
+    if node is None or node.op_type != "OneHot" or node.domain:
+        return None
+    (index, depth), pair = (facts.constant(item) for item in node.inputs[:2]), facts.ints(node.inputs[2])
+    if index is None or depth is None or index.size != 1 or depth.size != 1 or pair is None or len(pair) != 2:
+        return None
+    at, count = int(index.reshape(-1)[0]), int(depth.reshape(-1)[0])
+    if not -count <= at < count <= _LONGEST_ROW:
+        return None
+    return tuple(pair[int(i == at % count)] for i in range(count))
 
 
 def conv(facts: Facts, node: ir.Node) -> Result:
