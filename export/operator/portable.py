@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
-from flashonnx.export.operator import schema
+from flashonnx.export.operator import cache_bodies, schema
 from flashonnx.export.operator.bodies import plain_body, standard_body
 from flashonnx.export.operator.nodes import NodeWriter
 from flashonnx.export.values.facts import Facts
@@ -231,11 +231,30 @@ def function_of(signature: Signature, *, prefer_standard: bool = False) -> onnx.
     )
 
 
+def function_for(facts: Facts, node: ir.Node, *, prefer_standard: bool = False) -> onnx.FunctionProto:
+    """The model-local function of a node of the domain.
+
+    Raises:
+        ValueError: there is none for it, or what it depends on is not known.
+    """
+    if node.op_type != schema.OP_TYPE:
+        return cache_bodies.function_of(cache_bodies.signature_of(facts, node, facts.opset))
+    return function_of(signature_of(facts, node, facts.opset), prefer_standard=prefer_standard)
+
+
 def attach(model: ir.Model, facts: Facts, node: ir.Node) -> None:
-    """Gives `node` its overload and the model that overload's function, if not there yet."""
-    signature = signature_of(facts, node, facts.opset)
+    """Gives `node` its overload and the model that overload's function, if not there yet.
+
+    Raises:
+        ValueError: as function_for.
+    """
+    signature = (
+        signature_of(facts, node, facts.opset)
+        if node.op_type == schema.OP_TYPE
+        else cache_bodies.signature_of(facts, node, facts.opset)
+    )
     node.overload = signature.overload
-    identifier = (schema.DOMAIN, schema.OP_TYPE, signature.overload)
+    identifier = (schema.DOMAIN, node.op_type, signature.overload)
     if identifier not in model.functions:
-        model.functions[identifier] = ir.serde.deserialize_function(function_of(signature))
+        model.functions[identifier] = ir.serde.deserialize_function(function_for(facts, node))
     model.ir_version = max(model.ir_version, MINIMUM_IR_VERSION)

@@ -7,9 +7,11 @@ documentation string below.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+from flashonnx.export.operator import cache_schema
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -52,8 +54,15 @@ _ATTRIBUTE_TYPES: Mapping[str, str] = MappingProxyType(
         "softmax_precision": "INT",
         "empty_row": "STRING",
         "qkv_layout": "STRING",
+        "fixed_split": "INT",
+        "max_q_length": "INT",
+        "max_kv_length": "INT",
+        "rotary_interleaved": "INT",
+        "rotary_dim": "INT",
     }
 )
+# Every operator of the domain, and what it has.
+OPERATORS: Mapping[str, Mapping[str, Any]] = MappingProxyType({OP_TYPE: ATTRIBUTES, **cache_schema.ATTRIBUTES})
 
 DOC = """
 Exact attention, Y = softmax(softcap(scale * Q K^T) + attn_mask) V, in O(N) memory.
@@ -79,20 +88,31 @@ def default(name: str) -> Any:
     return ATTRIBUTES[name]
 
 
-def without_defaults(attributes: Mapping[str, Any]) -> dict[str, Any]:
+def without_defaults(attributes: Mapping[str, Any], op_type: str = OP_TYPE) -> dict[str, Any]:
     """`attributes` in the schema's order, without None and without those at their default.
 
     Raises:
         ValueError: an attribute that the operator does not have.
     """
-    unknown = set(attributes) - set(ATTRIBUTES)
+    known = OPERATORS[op_type]
+    unknown = set(attributes) - set(known)
     if unknown:
-        raise ValueError(f"{OP_TYPE} has no attribute {', '.join(sorted(unknown))}")
+        raise ValueError(f"{op_type} has no attribute {', '.join(sorted(unknown))}")
     return {
         name: attributes[name]
-        for name, value in ATTRIBUTES.items()
+        for name, value in known.items()
         if attributes.get(name) is not None and attributes[name] != value
     }
+
+
+def inputs_of(op_type: str) -> tuple[str, ...]:
+    """The names of an operator's inputs."""
+    return INPUTS if op_type == OP_TYPE else tuple(cache_schema.INPUTS[op_type])
+
+
+def outputs_of(op_type: str) -> tuple[str, ...]:
+    """The names of an operator's outputs."""
+    return OUTPUTS if op_type == OP_TYPE else tuple(cache_schema.OUTPUTS[op_type])
 
 
 def check_nodes(nodes: Iterable[ir.Node]) -> None:
@@ -105,13 +125,14 @@ def check_nodes(nodes: Iterable[ir.Node]) -> None:
 
     words = {"empty_row": EMPTY_ROWS, "qkv_layout": QKV_LAYOUTS}
     for node in nodes:
-        if node.domain != DOMAIN or node.op_type != OP_TYPE:
+        if node.domain != DOMAIN or node.op_type not in OPERATORS:
             continue
+        known = OPERATORS[node.op_type]
         for name, attribute in node.attributes.items():
-            what = f"{OP_TYPE} '{node.name}'"
-            if name not in ATTRIBUTES:
-                close = difflib.get_close_matches(name, ATTRIBUTES, 1)
-                hint = f"did you mean '{close[0]}'?" if close else f"it has {', '.join(ATTRIBUTES)}"
+            what = f"{node.op_type} '{node.name}'"
+            if name not in known:
+                close = difflib.get_close_matches(name, known, 1)
+                hint = f"did you mean '{close[0]}'?" if close else f"it has {', '.join(known)}"
                 raise ValueError(f"{what} has no attribute '{name}': {hint}")
             if attribute.is_ref():
                 continue
@@ -126,59 +147,72 @@ def check_nodes(nodes: Iterable[ir.Node]) -> None:
 
 
 def register_schema() -> None:
-    """Makes the operator known to onnx.checker and onnx.shape_inference; idempotent."""
+    """Makes the operators known to onnx.checker and onnx.shape_inference; idempotent."""
     import onnx.defs
 
     if onnx.defs.has(OP_TYPE, DOMAIN):
         return
-    onnx.defs.register_schema(_schema())
+    onnx.defs.register_schema(_schema(OP_TYPE, DOC, _INPUT_TYPES, {"Q"}, _OUTPUT_TYPES, infer_shapes))
+    for name, inputs in cache_schema.INPUTS.items():
+        doc, required, outputs = cache_schema.DOCS[name], cache_schema.REQUIRED[name], cache_schema.OUTPUTS[name]
+        onnx.defs.register_schema(_schema(name, doc, inputs, required, outputs, cache_schema.infer_shapes))
 
 
-def _schema() -> Any:
+_INPUT_TYPES = {
+    "Q": "T",
+    "K": "T",
+    "V": "T",
+    "attn_mask": "M",
+    "past_key": "T",
+    "past_value": "T",
+    "nonpad_kv_seqlen": "tensor(int64)",
+    "sinks": "tensor(float)",
+}
+_OUTPUT_TYPES = {"Y": "T", "present_key": "T", "present_value": "T", "lse": "tensor(float)"}
+_FLOATS = ("tensor(float)", "tensor(float16)", "tensor(bfloat16)")
+_CONSTRAINTS = {
+    "T": (_FLOATS, "float tensors"),
+    "M": ((*_FLOATS, "tensor(bool)"), "a mask: bool, T or float32"),
+    "R": (_FLOATS, "a table: T or float32"),
+    "L": (("tensor(int32)", "tensor(int64)"), "lengths"),
+}
+
+
+def _schema(
+    op_type: str, doc: str, inputs: Mapping[str, str], required: Collection[str], outputs: Mapping[str, str], infer: Any
+) -> Any:
     import onnx
     from onnx.defs import OpSchema
 
     types = OpSchema.AttrType
     optional = OpSchema.FormalParameterOption.Optional
-    input_types = {
-        "Q": "T",
-        "K": "T",
-        "V": "T",
-        "attn_mask": "M",
-        "past_key": "T",
-        "past_value": "T",
-        "nonpad_kv_seqlen": "tensor(int64)",
-        "sinks": "tensor(float)",
-    }
-    output_types = {"Y": "T", "present_key": "T", "present_value": "T", "lse": "tensor(float)"}
-    floats = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"]
 
-    def attribute(name: str) -> Any:
+    def attribute(name: str, value: Any) -> Any:
         kind = getattr(types, _ATTRIBUTE_TYPES[name])
-        value = ATTRIBUTES[name]
         if value is None:
             return OpSchema.Attribute(name, kind, "", required=False)
         return OpSchema.Attribute(name, onnx.helper.make_attribute(name, value), "")
 
-    def parameter(name: str, kind: str, required: bool) -> Any:
-        if required:
+    def parameter(name: str, kind: str, is_required: bool) -> Any:
+        if is_required:
             return OpSchema.FormalParameter(name, kind)
         return OpSchema.FormalParameter(name, kind, param_option=optional)
 
     schema = OpSchema(
-        OP_TYPE,
+        op_type,
         DOMAIN,
         VERSION,
-        doc=DOC,
-        inputs=[parameter(n, t, n == "Q") for n, t in input_types.items()],
-        outputs=[parameter(n, t, n == "Y") for n, t in output_types.items()],
+        doc=doc,
+        inputs=[parameter(n, t, n in required) for n, t in inputs.items()],
+        outputs=[parameter(n, t, n == "Y") for n, t in outputs.items()],
         type_constraints=[
-            ("T", floats, "float tensors"),
-            ("M", [*floats, "tensor(bool)"], "a mask: bool, T or float32"),
+            (name, list(kinds), words)
+            for name, (kinds, words) in _CONSTRAINTS.items()
+            if name in (*inputs.values(), *outputs.values())
         ],
-        attributes=[attribute(name) for name in ATTRIBUTES],
+        attributes=[attribute(name, value) for name, value in OPERATORS[op_type].items()],
     )
-    schema.set_type_and_shape_inference_function(infer_shapes)
+    schema.set_type_and_shape_inference_function(infer)
     return schema
 
 

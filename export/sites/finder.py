@@ -109,7 +109,7 @@ class Finder:
     def _operator(self, node: ir.Node) -> str | None:
         """The kind of an operator that is attention as a whole; a call of a function is not, its body tells."""
         if node.domain == schema.DOMAIN:
-            return schema.OP_TYPE if node.op_type == schema.OP_TYPE else None
+            return node.op_type if node.op_type in schema.OPERATORS else None
         if "Attention" not in node.op_type or node.op_type in _WITHOUT_SOFTMAX:
             return None
         if node.op_identifier() in self._model.functions:
