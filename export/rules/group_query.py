@@ -14,18 +14,15 @@ from flashonnx.export.rules.operator_site import Site, is_used
 from flashonnx.export.rules.scores import RefusalError
 from flashonnx.export.sites.finder import Candidate
 
-_CACHE = "a cache that is written in place needs an operator that is not there yet"
+_CACHE = "its cache is in an order of its own"
 _QUANTIZED = "the cache is quantized, which no kernel reads"
 _QUANTIZED_TENSORS = "it is quantized; there are kernels for float32, float16 and bfloat16"
-_PACKED = "sentences packed one behind the other need an operator that is not there yet"
 _REASONS = {
     "DecoderAttention": _CACHE,
     "DecoderMaskedMultiHeadAttention": _CACHE,
     "DecoderMaskedSelfAttention": _CACHE,
     "LongformerAttention": "its global and local keys have no place in the operator",
-    "PackedAttention": _PACKED,
-    "PackedMultiHeadAttention": _PACKED,
-    "PagedAttention": "a paged cache needs an operator that is not there yet",
+    "PackedAttention": "it projects its packed input; write it as MatMul and PackedMultiHeadAttention",
     "QAttention": _QUANTIZED_TENSORS,
     "QOrderedAttention": _QUANTIZED_TENSORS,
     "SparseAttention": "its blocks of keys have no place in the operator",

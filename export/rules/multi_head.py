@@ -14,7 +14,7 @@ from flashonnx.export.rules.scores import RefusalError
 from flashonnx.export.sites.finder import Candidate
 from flashonnx.export.values.dims import Dim
 
-_BUFFER = "a cache that is written in place needs an operator that is not there yet"
+_BUFFER = "a cache that is written in place is for GroupQueryAttention; this operator reads its length on the host"
 _FILL = -10000.0  # what mask_filter_value is by default
 
 

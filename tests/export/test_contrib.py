@@ -312,8 +312,7 @@ def test_projecting_left(inputs: Inputs, given: dict[str, Any], reason: str) -> 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("PackedMultiHeadAttention", "one behind the other"),
-        ("PagedAttention", "paged"),
+        ("PackedAttention", "PackedMultiHeadAttention"),
         ("DecoderMaskedMultiHeadAttention", "in place"),
         ("QAttention", "quantized"),
         ("SparseAttention", "blocks"),
