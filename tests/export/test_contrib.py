@@ -313,7 +313,7 @@ def test_projecting_left(inputs: Inputs, given: dict[str, Any], reason: str) -> 
     ("name", "reason"),
     [
         ("PackedAttention", "PackedMultiHeadAttention"),
-        ("DecoderMaskedMultiHeadAttention", "in place"),
+        ("DecoderMaskedMultiHeadAttention", "an order of its own"),
         ("QAttention", "quantized"),
         ("SparseAttention", "blocks"),
     ],

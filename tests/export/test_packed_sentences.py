@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -99,7 +100,7 @@ def test_packed(lengths: list[int], form: str, scale: float) -> None:
     onnx.checker.check_model(fused, full_check=True)
     kept = {value.name for value in fused.graph.input}
     (y,) = run(fused, {n: x for n, x in given.items() if n in kept}, library=True)
-    for start, end in zip(ends[:-1], ends[1:], strict=True):
+    for start, end in itertools.pairwise(ends):
         if end > start:
             expected = attend(*(x[start:end] for x in parts), scale=scale)
             np.testing.assert_allclose(y[start:end], expected.reshape(-1, width), atol=2e-5)
@@ -137,7 +138,8 @@ def paged(lengths: list[int], *, in_one: bool = False, rotary: int = 0, sink: bo
     "options",
     [
         {}, {"in_one": True}, {"rotary": 4}, {"rotary": 2, "rotary_interleaved": 1, "in_one": True}, {"sink": True},
-        {"local_window_size": 4}, {"softcap": 1.5}, {"scale": 0.3}, {"is_causal": 0}, {"is_causal": 0, "local_window_size": 3},
+        {"local_window_size": 4}, {"softcap": 1.5}, {"scale": 0.3}, {"is_causal": 0},
+        {"is_causal": 0, "local_window_size": 3},
     ],
 )  # fmt: skip
 def test_paged(lengths: list[int], options: dict[str, Any]) -> None:
