@@ -77,8 +77,8 @@ class Paged(Rule):
     kinds = (f"{DOMAIN}::PagedAttention",)
     inputs = (
         "query", "key", "value", "key_cache", "value_cache", "cumulative_sequence_length", "past_seqlens",
-        "block_table", "cos_cache", "sin_cache", "slot_mapping", "head_sink", "q_norm_weight", "k_norm_weight", "k_scale", "v_scale",
-        "attention_metadata",
+        "block_table", "cos_cache", "sin_cache", "slot_mapping", "head_sink", "q_norm_weight", "k_norm_weight",
+        "k_scale", "v_scale", "attention_metadata",
     )  # fmt: skip
 
     def rewrite(self, fusion: Fusion, candidate: Candidate) -> Rewrite:
