@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from inspect import cleandoc
 from typing import Annotated
 
 import typer
@@ -27,7 +28,9 @@ app = typer.Typer(
     epilog="Exit codes: 0 done, or yes; 1 the answer is no; 2 it could not be done. Every command has --json.",
 )
 for command in (fuse, export, unfuse, inspect, verify, bench, doctor):
-    app.command()(command)
+    # Paragraphs without the line breaks of the source.
+    paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
+    app.command(help="\n\n".join(" ".join(part.split()) for part in paragraphs))(command)
 
 
 def _version(wanted: bool) -> None:

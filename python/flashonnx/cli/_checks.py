@@ -154,7 +154,8 @@ def device() -> Check:
         seen = Library(flashonnx.library_path()).device(CUDA, 0)
     except (RuntimeError, OSError) as error:
         state = "wrong" if names else "absent"
-        return Check("device", state, ", ".join(names) or _line(error), _line(error) if names else "")
+        why = _line(error).removeprefix("flashonnx_device_query: ")
+        return Check("device", state, ", ".join(names) or why, why if names else "")
     except NotImplementedError as error:
         state = "warning" if names else "absent"
         return Check("device", state, ", ".join(names) or _line(error), f"{_line(error)}: build it with CUDA")

@@ -80,7 +80,7 @@ def _inputs(model: Any, sizes: Mapping[str, int]) -> tuple[dict[str, Any], dict[
         axes["input_values"] = {0: "batch", 1: "samples"}
     if "input_ids" in taken:
         made, named = tokens("")
-        if "token_type_ids" in taken and getattr(config, "type_vocab_size", 0):
+        if "token_type_ids" in taken and getattr(config, "type_vocab_size", None):
             made["token_type_ids"] = torch.zeros(batch, length, dtype=torch.int64)
             named["token_type_ids"] = {0: "batch", 1: "sequence"}
         inputs, axes = inputs | made, axes | named

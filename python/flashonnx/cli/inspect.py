@@ -11,7 +11,7 @@ from rich.text import Text
 
 from flashonnx.cli._attention import GPUS, SHOWN, Attention, attentions, kernel
 from flashonnx.cli._files import Input
-from flashonnx.cli._output import Dim, Json, emit, lengths, say, table, units, working
+from flashonnx.cli._output import Dim, Json, emit, lengths, say, units, working
 
 if TYPE_CHECKING:
     from flashonnx._capi import Library
@@ -171,54 +171,46 @@ def _tell(rows: list[Row], sizes: dict[str, int], devices: list[int], missing: s
         return
     fused, total = sum(row.site.fused for row in rows), sum(row.bytes or 0 for row in rows)
     at = ", ".join(f"{name}={size}" for name, size in sizes.items())
-    say(f"{len(rows)} attentions, {fused} of them fused or to be fused", "bold")
-    say(f"queries by keys: {units(total)} in all{f' at {at}' if at else ''}\n")
+    what = "1 attention" if len(rows) == 1 else f"{len(rows)} attentions"
+    say(f"{what}, {fused} fused or to be fused; queries by keys {units(total)}{f' at {at}' if at else ''}", "bold")
     groups: dict[Any, list[Row]] = {}
     for i, row in enumerate(rows):
         groups.setdefault((i if every else 0, row.alike()), []).append(row)
-    shown = [group[0] for group in groups.values()]
-    heads = ["attention", "was", "heads", "size", "queries × keys", "scores", "asks for"]
-    lines = [[*_cells(group), *(_kernel_cell(group[0], arch) for arch in devices)] for group in groups.values()]
-    table([*heads, *(_head(arch) for arch in devices)], lines, right=(5,), minimum={0: 12})
-    for row in shown:
-        if not row.site.fused:
-            say(f"\n{row.site.node}: {row.site.reason}", "yellow")
-    reasons = dict.fromkeys(why for row in shown for name, why in row.kernels.values() if not name)
-    for reason in reasons:
-        say(f"\nno kernel: {missing or reason}", "yellow")
+    for group in groups.values():
+        say("")
+        _tell_group(group, missing)
 
 
-def _cells(group: list[Row]) -> list[Any]:
+def _tell_group(group: list[Row], missing: str) -> None:
+    """Lines that fit any terminal."""
     row = group[0]
-    name = row.site.node + (f" and {len(group) - 1} more alike" if len(group) > 1 else "")
-    size = units(row.bytes) + (" each" if len(group) > 1 else "") if row.bytes is not None else "?"
+    more = f" and {len(group) - 1} more alike" if len(group) > 1 else ""
+    say(Text.assemble((row.site.node, "bold"), more, (f"  {row.site.kind}", "dim")))
+    size = (units(row.bytes) if row.bytes is not None else "of unknown size") + (" each" if more else "")
     a = row.attention
     if a is None:
-        state = Text("left as it is", "bold red") if not row.site.fused else Text("fused")
-        return [name, row.site.kind, "", "", str(row.site.matrix or "?"), size, state]
+        say(f"  {row.site.matrix or 'queries by keys'}: {size}")
+        say(Text.assemble(("  left as it is: ", "bold red"), row.site.reason))
+        return
     n = {key: "?" if value is None else str(value) for key, value in a.sizes.items()}
     heads = n["q_heads"] if n["q_heads"] == n["kv_heads"] else f"{n['q_heads']} / {n['kv_heads']}"
-    width = n["head_dim"] if n["head_dim"] == n["value_dim"] else f"{n['head_dim']}, V {n['value_dim']}"
-    return [
-        name,
-        row.site.kind,
-        heads,
-        f"{width} {a.dtype}",
-        f"{n['queries']} × {n['keys']}",
-        size,
-        ", ".join(a.features) or "–",
-    ]
+    width = n["head_dim"] if n["head_dim"] == n["value_dim"] else f"{n['head_dim']} (V {n['value_dim']})"
+    say(f"  {heads} heads of {width}, {a.dtype or 'type unknown'}, {n['queries']} × {n['keys']}: {size}")
+    if a.features:
+        say(f"  asks for {', '.join(a.features)}")
+    found: dict[str, list[str]] = {}
+    for arch, (name, _) in row.kernels.items():
+        found.setdefault(name, []).append(_short(arch))
+    parts = [f"{name} on {', '.join(on)}" for name, on in found.items() if name]
+    if parts:
+        say(Text.assemble("  kernel ", ("; ".join(parts), "green")))
+    if "" in found:
+        say(Text.assemble((f"  no kernel on {', '.join(found[''])}: ", "bold red"), missing or _why(row)))
 
 
-def _kernel_cell(row: Row, arch: int) -> Text:
-    if row.attention is None:
-        return Text("–", "dim")
-    name = row.kernels[arch][0]
-    return Text(name, "green") if name else Text("none", "bold red")
-
-
-def _head(arch: int) -> str:
-    return f"{arch / 10:.1f} {GPUS[arch][0]}" if arch else "CPU"
+def _why(row: Row) -> str:
+    """The reasons of those without a kernel, each once."""
+    return "; ".join(dict.fromkeys(why for name, why in row.kernels.values() if not name))
 
 
 def _short(arch: int) -> str:
