@@ -34,7 +34,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig",
                {**_CACHED, **_MORE, "layer_types": ["sliding_attention", "full_attention"]}),
     "gpt_oss": ("GptOssForCausalLM", "GptOssConfig",
-                {**_CACHED, **_MORE, "num_local_experts": 2, "num_experts_per_tok": 1,
+                {**_CACHED, **_MORE, "num_local_experts": 4, "num_experts_per_tok": 2,
+                 "experts_implementation": "batched_mm",
                  "layer_types": ["sliding_attention", "full_attention"]}),
 }  # fmt: skip
 EVERYDAY = ("llama", "gpt2")
