@@ -2,7 +2,7 @@
 
     python samples/ray_serve/run.py
 
-Starts Ray on this machine, sends requests over HTTP and checks every answer. On a cluster leave `ray.init()` its address.
+Starts Ray on this machine, sends requests over HTTP and checks every answer; on a cluster give `ray.init` its address.
 Needs `pip install flashonnx[torch,ort] "ray[serve]"`; nothing is downloaded.
 """
 
