@@ -258,7 +258,8 @@ def _write(content: dict[str, Any], results: list[Result], files: dict[str, Path
 
 def _tell(content: dict[str, Any], results: list[Result]) -> None:
     say(content["title"], "bold")
-    say("; ".join(content["environment"].values()) + "\n", "dim")
+    named = (what if name in ("device", "host") else f"{name} {what}" for name, what in content["environment"].items())
+    say("; ".join(named) + "\n", "dim")
     fastest: dict[int, float] = {}
     for result in results:
         if result.median_ms:
@@ -275,4 +276,6 @@ def _tell(content: dict[str, Any], results: list[Result]) -> None:
         peak = units(result.peak_bytes) if result.peak_bytes is not None else ""
         rows.append([result.length, name, f"{result.median_ms:.4g}", spread, f"{ratio:.2f}×", tflops, peak, ""])
     heads = ["length", "", "ms", "half of them in", "to the fastest", "TFLOP/s", "peak memory", ""]
-    table(heads, rows, right=(0, 2, 3, 4, 5, 6))
+    shown = [i for i in range(len(heads)) if i == 1 or any(str(row[i]) for row in rows)]
+    table([heads[i] for i in shown], [[row[i] for i in shown] for row in rows],
+          right=[n for n, i in enumerate(shown) if i not in (1, 7)])  # fmt: skip
