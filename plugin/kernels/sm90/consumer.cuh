@@ -110,7 +110,15 @@ class Consumer {
   // Starts Q K^T of the last tile of keys.
   __device__ __forceinline__ void begin_scores(float (&scores)[C::kScores]) {
     barrier_wait(shared_.k_full(keys_.stage), keys_.round);
-    multiply_keys<T, C>(queries(queries_.stage), shared_.k(keys_.stage), scores);
+    const bool begun = begin_with_biases_of_stage(scores);
+    multiply_keys<T, C>(queries(queries_.stage), shared_.k(keys_.stage), begun, scores);
+  }
+  // Whether the scores of the tile of keys at hand begin with biases.
+  __device__ __forceinline__ bool begin_with_biases_of_stage(float (&scores)[C::kScores]) {
+    if (kGeneral || !plan_.mask_per_key) return false;
+    if (*shared_.what_biases(keys_.stage) != Biases::kBegin) return false;
+    begin_with_biases<C>(lane_, shared_.biases(keys_.stage), scores);
+    return true;
   }
 
   // From P of the last tile of keys to P of the first one. Its product with V is left to do.
@@ -119,8 +127,9 @@ class Consumer {
     const Span& span = item().span;
     for (int tile = last_tile_ - 1; tile >= span.first_tile; --tile) {
       barrier_wait(shared_.k_full(keys_.stage), keys_.round);
+      const bool begun = begin_with_biases_of_stage(scores);
       begin_turn();
-      multiply_keys<T, C>(queries(queries_.stage), shared_.k(keys_.stage), scores);
+      multiply_keys<T, C>(queries(queries_.stage), shared_.k(keys_.stage), begun, scores);
       wait_for_values(span, tile + 1);
       multiply_values<T, C>(p, shared_.v(values_.stage), tile + 1 == last_tile_, output);
       end_turn();
@@ -192,14 +201,12 @@ class Consumer {
     const int first_key = tile * C::kKeys;
     const Item& at = item();
     float factor = plan_.factor;
-    const bool biased = plan_.mask_per_key && *shared_.biased(keys_.stage);
-    const float* const biases = shared_.biases(keys_.stage);
     if constexpr (kGeneral) {
       cap_scores<C>(p_, plan_, scores);
       factor = 1.f;
     }
-    if (biased) {
-      add_key_biases<C>(lane_, factor, biases, scores);
+    if (plan_.mask_per_key && *shared_.what_biases(keys_.stage) == Biases::kAdd) {
+      add_key_biases<C>(lane_, factor, shared_.biases(keys_.stage), scores);
       factor = 1.f;
     }
     release(shared_.k_free(keys_.stage));
