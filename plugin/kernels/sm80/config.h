@@ -9,6 +9,13 @@
 
 namespace flashonnx::sm80 {
 
+// What a kernel is compiled for: each has what those before it have.
+enum Instance {
+  kPlain,     // no mask but bounds
+  kGeneral,   // masks and soft cap
+  kGathered,  // ragged batches and pages
+};
+
 template <int kDim_, int kRowTiles_, int kWarps_, int kKeys_, int kBlocks_, int kQuerySteps_ = 0>
 struct Tiling {
   static constexpr int kDim = kDim_;
@@ -28,14 +35,21 @@ struct Tiling {
   static constexpr int kRun =
       kKeys / 4;  // neighbouring keys whose scores a thread has, in each of its rows
 
-  // Shared memory: Q, K, V, then a bias for each key of two tiles where there is a mask, each pair of
-  // keys twice: once for either row of an accumulator. Runs of biases are read at the same time by
-  // the threads that share a row: 4 more floats put them in different banks.
+  // Shared memory: Q, K, V, then a bias for each key of two tiles where there is a mask, each pair
+  // of keys twice: once for either row of an accumulator. Runs of biases are read at the same time
+  // by the threads that share a row: 4 more floats put them in different banks.
   static constexpr int kBiasRun = 2 * kRun + 4;
   static constexpr int kBiases = 4 * kBiasRun;
   static constexpr int kQueryBytes = kQueries * kDim * 2;
   static constexpr int kKeyBytes = kKeys * kDim * 2;
   static constexpr int kSharedBytes = kQueryBytes + 2 * kKeyBytes + 2 * kBiases * 4;
+
+  // Of ragged batches and pages also: careful.cuh's flags, the slot of each key of two tiles (see
+  // gather.cuh), and which queries the block has.
+  static constexpr int kFlagBytes = 16;
+  static constexpr int kSlotBytes = 2 * kKeys * 8;
+  static constexpr int kPlace = kSharedBytes + kFlagBytes + kSlotBytes;
+  static constexpr int kGatheredBytes = kPlace + 32;
 };
 
 // The same queries with the fewest keys at a time, for the walk of careful.cuh: it needs registers
@@ -53,7 +67,7 @@ using Tiling256 = Tiling<256, 1, 4, 64, 2, 8>;  //   64      96.5 KB
 
 // The least opt-in shared memory of any device of compute capability 8.0 and up (8.6, 8.9
 // and 12.0).
-static_assert(Tiling128::kSharedBytes <= 99 * 1024 && Tiling192::kSharedBytes <= 99 * 1024 &&
-              Tiling256::kSharedBytes <= 99 * 1024);
+static_assert(Tiling128::kGatheredBytes <= 99 * 1024 && Tiling192::kGatheredBytes <= 99 * 1024 &&
+              Tiling256::kGatheredBytes <= 99 * 1024);
 
 }  // namespace flashonnx::sm80

@@ -1,0 +1,114 @@
+// Ragged batches and paged keys: where the tokens of a sequence stand, and where one of its keys.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/common/divider.h"
+#include "kernels/table.h"
+
+namespace flashonnx {
+
+struct Ragged {
+  const int32_t* queries;  // first token of each sequence, and the end; null: not ragged
+  const int32_t* keys;     // as well; null: keys stand by batch entry, or in pages
+  int32_t sequences;
+  int32_t tokens;  // of all queries, those in no sequence too
+};
+
+struct Pages {
+  const int32_t* table;             // null: there are none
+  int64_t table_batch, table_page;  // its strides
+  int64_t k, v;                     // elements from a page to the next
+  uint32_t count;
+  Divider size;  // in slots
+};
+
+Ragged ragged_of(const Params& params);
+Pages pages_of(const Params& params);
+
+// How many rows of Q, O and lse, or of K and V, lie a row stride apart, and how many such runs a
+// batch stride apart.
+struct Rows {
+  int64_t batch, rows;
+};
+Rows query_rows(const Params& params);
+Rows key_rows(const Params& params);
+
+struct Sequence {
+  int32_t first_query, queries;  // among all tokens
+  int32_t first_key, keys;
+};
+
+// `first`: see Ragged. `most`: the bound that the launch was given.
+FLASHONNX_HOST_DEVICE int32_t length_of(const int32_t* first, int32_t sequence, int32_t most) {
+  const int32_t length = first[sequence + 1] - first[sequence];
+  return length < 0 ? 0 : length < most ? length : most;
+}
+
+template <class Problem>
+FLASHONNX_HOST_DEVICE Sequence sequence_of(const Problem& p, int32_t batch) {
+  Sequence sequence = {0, p.q_length, 0, 0};
+  if (p.ragged.queries) {
+    sequence.first_query = p.ragged.queries[batch];
+    sequence.queries = length_of(p.ragged.queries, batch, p.q_length);
+  }
+  if (p.ragged.keys) {
+    sequence.first_key = p.ragged.keys[batch];
+    sequence.keys = length_of(p.ragged.keys, batch, p.key_length);
+  } else {
+    sequence.keys = key_length_of(p, batch);
+  }
+  return sequence;
+}
+
+struct Slot {
+  int32_t page, slot;  // page < 0: there is no such key
+};
+
+FLASHONNX_HOST_DEVICE Slot slot_of(const Pages& pages, int64_t batch, int32_t key) {
+  const int32_t index = static_cast<int32_t>(pages.size.quotient(key));
+  const int32_t page = pages.table[batch * pages.table_batch + index * pages.table_page];
+  const int32_t slot = key - index * static_cast<int32_t>(pages.size.divisor);
+  return {static_cast<uint32_t>(page) < pages.count ? page : -1, slot};
+}
+
+#ifdef __CUDACC__
+
+// Tiles of `rows` queries are numbered without a look at all lengths: those of a sequence begin
+// here, which leaves room for the tiles of the one before. T / rows + B are enough for T tokens of
+// B sequences.
+FLASHONNX_HOST_DEVICE int32_t first_tile(const Ragged& ragged, int32_t sequence, int32_t rows) {
+  return static_cast<int32_t>(static_cast<uint32_t>(ragged.queries[sequence]) / rows) + sequence;
+}
+
+// The last of `count` ordered numbers that is at most `x`, by its index; 0 if there is none. All
+// threads of a warp call this; each step looks at 32 numbers.
+template <class Number>
+__device__ __forceinline__ int32_t find_last(int32_t count, int32_t x, Number number) {
+  const int32_t lane = threadIdx.x % 32;
+  int32_t found = 0;
+  while (count > 1) {
+    const int32_t step = (count - 1) / 32 + 1;
+    const bool inside = lane < (count - 1) / step + 1;
+    const bool below = lane == 0 || (inside && number(found + lane * step) <= x);
+    const int32_t last = 31 - __clz(static_cast<int>(__ballot_sync(0xffffffffu, below)));
+    found += last * step;
+    count = count - last * step < step ? count - last * step : step;
+  }
+  return found;
+}
+
+// Which sequence a tile belongs to, and its first query there; negative or beyond the sequence's
+// length if the tile is empty.
+struct Tile {
+  int32_t sequence, first_query;
+};
+__device__ __forceinline__ Tile find_tile(const Ragged& ragged, int32_t tile, int32_t rows) {
+  const int32_t sequence =
+      find_last(ragged.sequences, tile, [&](int32_t i) { return first_tile(ragged, i, rows); });
+  return {sequence, (tile - first_tile(ragged, sequence, rows)) * rows};
+}
+
+#endif
+
+}  // namespace flashonnx
