@@ -2,6 +2,7 @@
 // anywhere.
 #pragma once
 
+#include "kernels/common/gather.cuh"
 #include "kernels/common/plan.h"
 #include "kernels/sm80/load.cuh"
 

@@ -18,6 +18,8 @@
 #include "kernels/simt/combine.cu"
 #include "kernels/simt/concat.cu"
 #include "kernels/simt/float32.cu"
+#include "kernels/simt/gathered_bits16.cu"
+#include "kernels/simt/gathered_float32.cu"
 #include "kernels/simt/launch.cu"
 
 extern "C" const char* cudaGetErrorString(cudaError_t) { return "emulated"; }
