@@ -35,26 +35,24 @@ Rows query_rows(const Params& params);
 Rows key_rows(const Params& params);
 
 struct Sequence {
-  int32_t first_query, queries;  // among all tokens
-  int32_t first_key, keys;
+  int32_t first_query, first_key;  // among all tokens
+  int32_t length, keys;            // of queries, of keys
+  int32_t queries;                 // that are to be answered: the first ones
 };
 
-// `first`: see Ragged. `most`: the bound that the launch was given.
-FLASHONNX_HOST_DEVICE int32_t length_of(const int32_t* first, int32_t sequence, int32_t most) {
-  const int32_t length = first[sequence + 1] - first[sequence];
-  return length < 0 ? 0 : length < most ? length : most;
-}
+FLASHONNX_HOST_DEVICE int32_t at_most(int32_t x, int32_t most) { return x < most ? x : most; }
 
 template <class Problem>
 FLASHONNX_HOST_DEVICE Sequence sequence_of(const Problem& p, int32_t batch) {
-  Sequence sequence = {0, p.q_length, 0, 0};
-  if (p.ragged.queries) {
-    sequence.first_query = p.ragged.queries[batch];
-    sequence.queries = length_of(p.ragged.queries, batch, p.q_length);
+  Sequence sequence = {0, 0, p.q_length, 0, p.q_length};
+  if (const int32_t* first = p.ragged.queries) {
+    sequence.first_query = first[batch];
+    sequence.length = first[batch + 1] - first[batch];
+    sequence.queries = at_most(sequence.length, p.q_length);
   }
-  if (p.ragged.keys) {
-    sequence.first_key = p.ragged.keys[batch];
-    sequence.keys = length_of(p.ragged.keys, batch, p.key_length);
+  if (const int32_t* first = p.ragged.keys) {
+    sequence.first_key = first[batch];
+    sequence.keys = at_most(first[batch + 1] - first[batch], p.key_length);
   } else {
     sequence.keys = key_length_of(p, batch);
   }

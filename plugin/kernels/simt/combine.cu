@@ -68,7 +68,7 @@ __device__ __forceinline__ bool has_sequence(const Problem& p, int token) {
   const int32_t sequence =
       find_last(p.ragged.sequences, token, [&](int32_t i) { return first[i]; });
   const int32_t query = token - first[sequence];
-  return query >= 0 && query < length_of(first, sequence, p.q_length);
+  return query >= 0 && query < at_most(first[sequence + 1] - first[sequence], p.q_length);
 }
 
 __global__ void __launch_bounds__(32 * kWarps) combine_kernel(const __grid_constant__ Combine c) {

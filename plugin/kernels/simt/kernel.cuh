@@ -31,8 +31,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     const Tile tile = find_tile(p.ragged, place.first_query / C::kBlockRows, C::kBlockRows);
     place.batch = tile.sequence, place.first_query = tile.first_query;
   }
-  const Sequence sequence = kGathered ? sequence_of(p, place.batch)
-                                      : Sequence{0, p.q_length, 0, key_length_of(p, place.batch)};
+  const Sequence sequence =
+      kGathered ? sequence_of(p, place.batch)
+                : Sequence{0, 0, p.q_length, key_length_of(p, place.batch), p.q_length};
   if (kGathered && (place.first_query < 0 || place.first_query >= sequence.queries)) return;
   const bool paged = kGathered && p.pages.table;
   const Lane<C> lane(threadIdx.x);
@@ -42,7 +43,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   float* const probabilities = slots + 2 * C::kChunk;
   float* const statistics = probabilities + C::kBlockRows * C::kBlockKeys;
 
-  const KeyRange range = key_range(p, sequence.queries, sequence.keys);
+  const KeyRange range = key_range(p, sequence.length, sequence.keys);
   const int last_query = min(place.first_query + C::kBlockRows, sequence.queries) - 1;
   const KeySpan span =
       key_span(range, place.first_query, last_query, place.split, p.splits, C::kBlockKeys);

@@ -49,7 +49,7 @@ struct Tiling {
   static constexpr int kFlagBytes = 16;
   static constexpr int kSlotBytes = 2 * kKeys * 8;
   static constexpr int kPlace = kSharedBytes + kFlagBytes + kSlotBytes;
-  static constexpr int kGatheredBytes = kPlace + 32;
+  static constexpr int kGatheredBytes = kPlace + 48;
 };
 
 // The same queries with the fewest keys at a time, for the walk of careful.cuh: it needs registers

@@ -12,6 +12,7 @@ struct alignas(16) Place {
   Work work;
   Sequence sequence;
 };
+static_assert(sizeof(Place) == 48);
 
 // For the whole block: where its queries stand, in `place`. Returns whether it has any.
 template <class C>

@@ -135,8 +135,9 @@ struct Block {
       : p(p),
         plan(plan),
         work(kInstance == kGathered ? place->work : work_of<C>(plan, block_index())),
-        sequence(kInstance == kGathered ? place->sequence
-                                        : Sequence{0, p.q_length, 0, key_length_of(p, work.batch)}),
+        sequence(kInstance == kGathered
+                     ? place->sequence
+                     : Sequence{0, 0, p.q_length, key_length_of(p, work.batch), p.q_length}),
         shared_q(shared_address(memory)),
         shared_k(shared_q + C::kQueryBytes),
         shared_v(shared_k + C::kKeyBytes),
@@ -148,7 +149,7 @@ struct Block {
                  (sequence.first_query + work.first_query) * p.q.row;
     load_tile<C, QueryLayout<C>, C::kQueries>(
         shared_q, q, p.q.row, sequence.queries - work.first_query, p.head_dim, plan.q_vectors);
-    range = key_range(p, sequence.queries, sequence.keys);
+    range = key_range(p, sequence.length, sequence.keys);
     const int last_query = min(work.first_query + C::kQueries, sequence.queries) - 1;
     const int begin = range.lower(work.first_query), end = range.upper(last_query);
     clear_begin = range.lower(last_query), clear_end = range.upper(work.first_query);
