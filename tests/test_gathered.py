@@ -51,7 +51,9 @@ def varlen(id: str, queries: Sequence[int], keys: Sequence[int] | None = None, *
 
 def pages(id: str, **more: Any) -> CacheCase:
     """A case whose sequences end within pages, with enough rows that no kernel for few takes it."""
-    return CacheCase(id, **({"capacity": 600, "lengths": (430, 77), "q_length": 70, "head_dim": 64} | more))
+    given = {"capacity": 600, "lengths": (430, 77), "q_length": 70, "head_dim": 64} | more
+    size = max(given.get("page_size", 0), 1)
+    return CacheCase(id, **(given | {"capacity": -(-given["capacity"] // size) * size}))
 
 
 VARLEN = [
