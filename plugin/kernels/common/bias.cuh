@@ -50,8 +50,8 @@ __device__ __forceinline__ bool begins_scores(float bias, float factor, bool lse
   return fabsf(bias) <= 8192.f * factor || bias == -INFINITY || (bias <= kHidden && !lse);
 }
 
-__device__ __forceinline__ float beginning_of_scores(float bias, float factor) {
-  return fmaxf(bias / factor, bias >= -FLT_MAX ? -kLargestBias : bias);
+__device__ __forceinline__ float beginning_of_scores(float bias, float inverse_factor) {
+  return fmaxf(bias * inverse_factor, bias >= -FLT_MAX ? -kLargestBias : bias);
 }
 
 // An element of a mask that is there, by its indices.

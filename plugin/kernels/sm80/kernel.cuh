@@ -202,7 +202,7 @@ struct KeyBiases {
   __device__ __forceinline__ bool store(int tile) const {
     if (!active) return false;
     const float bias = mask_bias(bits, block.p.mask_dtype);
-    write(tile, beginning_of_scores(bias, block.plan.factor));
+    write(tile, beginning_of_scores(bias, block.plan.inverse_factor));
     if (kCareful) return bias != 0.f;
     return !begins_scores(bias, block.plan.factor, block.p.lse.data != nullptr);
   }

@@ -54,7 +54,7 @@ class Consumer {
         wait_products<1>();
         fence_registers(scores);
         const RowState next = weigh_first(scores);
-        fence_registers(scores);
+        hold(next);
         end_last_values(output);
         skip_values();
         finish_item(done, stage, output, state);
@@ -110,15 +110,7 @@ class Consumer {
   // Starts Q K^T of the last tile of keys.
   __device__ __forceinline__ void begin_scores(float (&scores)[C::kScores]) {
     barrier_wait(shared_.k_full(keys_.stage), keys_.round);
-    const bool begun = begin_with_biases_of_stage(scores);
-    multiply_keys<T, C>(queries(queries_.stage), shared_.k(keys_.stage), begun, scores);
-  }
-  // Whether the scores of the tile of keys at hand begin with biases.
-  __device__ __forceinline__ bool begin_with_biases_of_stage(float (&scores)[C::kScores]) {
-    if (kGeneral || !plan_.mask_per_key) return false;
-    if (*shared_.what_biases(keys_.stage) != Biases::kBegin) return false;
-    begin_with_biases<C>(lane_, shared_.biases(keys_.stage), scores);
-    return true;
+    multiply_keys<T, C>(queries(queries_.stage), shared_.k(keys_.stage), scores);
   }
 
   // From P of the last tile of keys to P of the first one. Its product with V is left to do.
@@ -127,9 +119,8 @@ class Consumer {
     const Span& span = item().span;
     for (int tile = last_tile_ - 1; tile >= span.first_tile; --tile) {
       barrier_wait(shared_.k_full(keys_.stage), keys_.round);
-      const bool begun = begin_with_biases_of_stage(scores);
       begin_turn();
-      multiply_keys<T, C>(queries(queries_.stage), shared_.k(keys_.stage), begun, scores);
+      multiply_keys<T, C>(queries(queries_.stage), shared_.k(keys_.stage), scores);
       wait_for_values(span, tile + 1);
       multiply_values<T, C>(p, shared_.v(values_.stage), tile + 1 == last_tile_, output);
       end_turn();
@@ -137,7 +128,7 @@ class Consumer {
       wait_products<1>();
       fence_registers(scores);
       const Raise raise = weigh(tile, scores, state);
-      fence_registers(scores);  // or the compiler would put exponentials off until after the wait
+      hold(state);
       wait_products<0>();
       fence_registers(output);
       release(shared_.v_free(values_.stage));
@@ -201,12 +192,14 @@ class Consumer {
     const int first_key = tile * C::kKeys;
     const Item& at = item();
     float factor = plan_.factor;
+    const bool biased = plan_.mask_per_key && *shared_.biased(keys_.stage);
+    const float* const biases = shared_.biases(keys_.stage);
     if constexpr (kGeneral) {
       cap_scores<C>(p_, plan_, scores);
       factor = 1.f;
     }
-    if (plan_.mask_per_key && *shared_.what_biases(keys_.stage) == Biases::kAdd) {
-      add_key_biases<C>(lane_, factor, shared_.biases(keys_.stage), scores);
+    if (biased) {
+      add_key_biases<C>(lane_, factor, biases, scores);
       factor = 1.f;
     }
     release(shared_.k_free(keys_.stage));
@@ -220,6 +213,20 @@ class Consumer {
     const Raise raise = raise_maxima<C>(scores, factor, state);
     exponentiate<C>(factor, scores, state);
     return raise;
+  }
+
+  // Keeps exponentials before the wait for the products that they are meant to run beside: the
+  // assembler would put them off. It moves no store across a wait, and this one waits for all of
+  // them; sums are never negative, so nothing is stored.
+  __device__ __forceinline__ void hold(const RowState& state) const {
+    asm volatile(
+        "{\n"
+        ".reg .pred negative;\n"
+        "setp.lt.f32 negative, %0, 0f00000000;\n"
+        "@negative st.volatile.shared.f32 [%1], %0;\n"
+        "}" ::"f"(state.sum[0] + state.sum[1]),
+        "r"(shared_.base)
+        : "memory");
   }
 
   // Rows of V between the batch entry's length and the tensor's end may hold anything: zeros
