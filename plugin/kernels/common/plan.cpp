@@ -27,7 +27,6 @@ Plan plan_of(const Params& params) {
   plan.mask_per_key = mask && (params.mask.stride[2] == 0 || params.q_length == 1);
   plan.all_tiles = params.softcap > 0 || !(params.scale > 0) || (mask && !plan.mask_per_key);
   plan.factor = params.scale * kLog2e;
-  plan.inverse_factor = 1 / plan.factor;
   if (params.softcap > 0) {
     plan.cap_in = params.scale / params.softcap;
     plan.cap_out = params.softcap * kLog2e;

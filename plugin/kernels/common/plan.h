@@ -34,7 +34,7 @@ struct Plan {
   int64_t mask_step;     // bytes from a key to the next
   int32_t all_tiles;  // every tile needs `general_scores`: soft cap, a mask per query, a scale that
                       // is not positive
-  float factor, inverse_factor;  // scale * log2 e, and 1 / that
+  float factor;       // scale * log2 e
   float cap_in, cap_out;  // cap_out * tanh(cap_in * product) is the capped score in powers of 2
   int32_t q_vectors, k_vectors, v_vectors;  // rows begin at multiples of 16 bytes
   int32_t o_vectors;                        // as well, of whole vectors of Q's type

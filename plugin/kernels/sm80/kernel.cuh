@@ -22,11 +22,19 @@ __device__ __forceinline__ void load_queries(uint32_t queries, int d,
     load_matrices(q[r], L::advance(queries, d) + r * 16 * C::kDim * 2);
 }
 
-// scores += Q K^T of the warp's rows. `queries` and `keys` are the lane's addresses for ldmatrix.
+// scores = Q K^T of the warp's rows. `queries` and `keys` are the lane's addresses for ldmatrix.
 template <class T, class C>
 __device__ __forceinline__ void multiply_keys(uint32_t queries, const QueryFragments<C>& held,
                                               uint32_t keys, Scores<C>& scores) {
   using L = KeyLayout<C>;
+#pragma unroll
+  for (int r = 0; r < C::kRowTiles; ++r) {
+#pragma unroll
+    for (int n = 0; n < C::kKeyTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores.at[r][n][i] = 0.f;
+    }
+  }
 #pragma unroll
   for (int d = 0; d < C::kDimTiles; d += 2) {
     uint32_t loaded[C::kRowTiles][4];
@@ -176,7 +184,7 @@ struct Block {
 };
 
 // A mask that does not depend on the query is read once per key, a tile ahead, by as many threads.
-template <class T, class C, bool kCareful>
+template <class T, class C>
 struct KeyBiases {
   const Block<T, C>& block;
   const bool active;
@@ -198,22 +206,12 @@ struct KeyBiases {
     element -= C::kKeys * block.plan.mask_step;
     bits = mask_bits(element, block.plan.mask_bytes);
   }
-  // Writes what the scores of the key begin with, and returns whether that will not do.
+  // Returns whether this thread's bias changes scores.
   __device__ __forceinline__ bool store(int tile) const {
     if (!active) return false;
     const float bias = mask_bias(bits, block.p.mask_dtype);
-    write(tile, beginning_of_scores(bias, block.plan.inverse_factor));
-    if (kCareful) return bias != 0.f;
-    return !begins_scores(bias, block.plan.factor, block.p.lse.data != nullptr);
-  }
-  // Writes the bias itself.
-  __device__ __forceinline__ void store_itself(int tile) const {
-    if (active) write(tile, mask_bias(bits, block.p.mask_dtype));
-  }
-  __device__ __forceinline__ void write(int tile, float x) const {
-    float* const key = of(tile) + threadIdx.x / C::kRun * C::kBiasRun +
-                       threadIdx.x % C::kRun / 2 * 4 + threadIdx.x % 2;
-    key[0] = key[2] = x;
+    of(tile)[threadIdx.x / C::kRun * C::kBiasRun + threadIdx.x % C::kRun] = bias;
+    return bias != 0.f;
   }
   __device__ __forceinline__ float* of(int tile) const {
     return block.biases + tile % 2 * C::kBiases;
@@ -226,13 +224,13 @@ __device__ __forceinline__ void walk(const Block<T, C>& block, RowState<C>& stat
   const Problem& p = block.p;
   const Plan& plan = block.plan;
   const Work& work = block.work;
-  KeyBiases<T, C, kCareful> biases(block, kGeneral);
-  bool unfit = false;  // a bias that the scores cannot begin with
+  KeyBiases<T, C> biases(block, kGeneral);
+  bool biased = false;
   clear<C>(state);
   if (block.first_tile <= block.last_tile) {
     block.load_keys(block.last_tile);
     biases.read_last();
-    unfit = biases.store(block.last_tile);
+    biased = biases.store(block.last_tile);
   }
   QueryFragments<C> queries;
   if (C::kQuerySteps > 0 || block.first_tile > block.last_tile) {
@@ -251,8 +249,7 @@ __device__ __forceinline__ void walk(const Block<T, C>& block, RowState<C>& stat
     copy_wait();  // K is here, and everybody is done with V
     bool general = false;
     if constexpr (kGeneral) {
-      general = __syncthreads_or(unfit) || plan.all_tiles;
-      if (general) biases.store_itself(tile);
+      general = __syncthreads_or(biased) || plan.all_tiles;
     } else {
       __syncthreads();
     }
@@ -264,11 +261,6 @@ __device__ __forceinline__ void walk(const Block<T, C>& block, RowState<C>& stat
       }
     }
     Scores<C> scores;
-    if (kGeneral && !kCareful && plan.mask_per_key && !general) {
-      begin_scores<C>(block.lane, biases.of(tile), scores);
-    } else {
-      clear<C>(scores);
-    }
     multiply_keys<T, C>(lane_q, queries, lane_k, scores);
     copy_wait();  // V is here, and everybody is done with K
     __syncthreads();
@@ -292,7 +284,7 @@ __device__ __forceinline__ void walk(const Block<T, C>& block, RowState<C>& stat
                           p.v.row, p.value_dim, state);
     }
     add_values<T, C>(scores, factor, lane_v, state);
-    if (kGeneral && more) unfit = biases.store(tile - 1);
+    if (kGeneral && more) biased = biases.store(tile - 1);
   }
 }
 
