@@ -41,19 +41,6 @@ __device__ __forceinline__ float mask_bias(uint32_t bits, int dtype) {
   return boolean ? mask_bias(static_cast<int32_t>(bits)) : additive;
 }
 
-// Whether Q K^T may begin with beginning_of_scores() instead of 0, which takes no instruction
-// later. Tensor cores cut off what they add to a large number: beyond 2^13 that would show in the
-// weights, unless the key has none beside others. And the row's lse would show how such a number is
-// bounded.
-__device__ __forceinline__ bool begins_scores(float bias, float factor, bool lse) {
-  constexpr float kHidden = -65000.f * kLog2e;
-  return fabsf(bias) <= 8192.f * factor || bias == -INFINITY || (bias <= kHidden && !lse);
-}
-
-__device__ __forceinline__ float beginning_of_scores(float bias, float factor) {
-  return fmaxf(bias / factor, bias >= -FLT_MAX ? -kLargestBias : bias);
-}
-
 // An element of a mask that is there, by its indices.
 __device__ __forceinline__ const char* mask_element(const Problem& p, const Plan& plan,
                                                     int64_t batch, int64_t head, int64_t query,

@@ -35,10 +35,10 @@ struct Tiling {
   static constexpr int kRun =
       kKeys / 4;  // neighbouring keys whose scores a thread has, in each of its rows
 
-  // Shared memory: Q, K, V, then a bias for each key of two tiles where there is a mask, each pair
-  // of keys twice: once for either row of an accumulator. Runs of biases are read at the same time
-  // by the threads that share a row: 4 more floats put them in different banks.
-  static constexpr int kBiasRun = 2 * kRun + 4;
+  // Shared memory: Q, K, V, then a bias for each key of two tiles where there is a mask. Runs of
+  // biases are read at the same time by the threads that share a row: 4 more floats put them in
+  // different banks.
+  static constexpr int kBiasRun = kRun + 4;
   static constexpr int kBiases = 4 * kBiasRun;
   static constexpr int kQueryBytes = kQueries * kDim * 2;
   static constexpr int kKeyBytes = kKeys * kDim * 2;

@@ -23,11 +23,19 @@ __device__ __forceinline__ void load_queries(uint32_t queries, int d,
     load_matrices(q[r], L::advance(queries, d) + r * 16 * C::kDim * 2);
 }
 
-// scores += Q K^T of the warp's rows. `queries` and `keys` are the lane's addresses for ldmatrix.
+// scores = Q K^T of the warp's rows. `queries` and `keys` are the lane's addresses for ldmatrix.
 template <class T, class C>
 __device__ __forceinline__ void multiply_keys(uint32_t queries, const QueryFragments<C>& held,
                                               uint32_t keys, Scores<C>& scores) {
   using L = KeyLayout<C>;
+#pragma unroll
+  for (int r = 0; r < C::kRowTiles; ++r) {
+#pragma unroll
+    for (int n = 0; n < C::kKeyTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores.at[r][n][i] = 0.f;
+    }
+  }
 #pragma unroll
   for (int d = 0; d < C::kDimTiles; d += 2) {
     uint32_t loaded[C::kRowTiles][4];
@@ -210,7 +218,7 @@ struct Block {
 
 // A mask that does not depend on the query is read once per key, a tile ahead, by as many threads.
 // As well where a page's slot is, whose bias is -infinity if there is no page.
-template <class T, class C, Instance kInstance, bool kCareful>
+template <class T, class C, Instance kInstance>
 struct KeyBiases {
   const Block<T, C, kInstance>& block;
   const bool active;
@@ -233,7 +241,7 @@ struct KeyBiases {
     const int key = block.last_tile * C::kKeys + static_cast<int>(threadIdx.x);
     const bool inside = key < block.range.limit;
     if (active && block.paged())
-      slot = inside ? slot_of(block.p.pages, block.work.batch, key) : Slot{-1, 0};
+      slot = inside ? slot_of(block.p.pages, block.work.batch, key) : Slot{-1, -1};
     bits = active && masks() && inside ? mask_bits(element, block.plan.mask_bytes) : 0;
   }
   // Of the tile before `tile`.
@@ -251,25 +259,13 @@ struct KeyBiases {
   __device__ __forceinline__ void store_slot(int tile) const {
     if (active && block.paged()) block.slots_of(tile)[threadIdx.x] = slot;
   }
-  // Writes what the scores of the key begin with, and returns whether that will not do.
+  // Returns whether this thread's bias changes scores.
   __device__ __forceinline__ bool store(int tile) const {
     if (!active) return false;
-    const float bias = this->bias();
-    write(tile, beginning_of_scores(bias, block.plan.factor));
-    if (kCareful) return bias != 0.f;
-    return !begins_scores(bias, block.plan.factor, block.p.lse.data != nullptr);
-  }
-  // Writes the bias itself.
-  __device__ __forceinline__ void store_itself(int tile) const {
-    if (active) write(tile, bias());
-  }
-  __device__ __forceinline__ float bias() const {
-    return slot.page < 0 ? -INFINITY : mask_bias(bits, block.p.mask_dtype);
-  }
-  __device__ __forceinline__ void write(int tile, float x) const {
-    float* const key = of(tile) + threadIdx.x / C::kRun * C::kBiasRun +
-                       threadIdx.x % C::kRun / 2 * 4 + threadIdx.x % 2;
-    key[0] = key[2] = x;
+    const bool absent = slot.page < 0 && slot.slot >= 0;
+    const float bias = absent ? -INFINITY : mask_bias(bits, block.p.mask_dtype);
+    of(tile)[threadIdx.x / C::kRun * C::kBiasRun + threadIdx.x % C::kRun] = bias;
+    return bias != 0.f;
   }
   __device__ __forceinline__ float* of(int tile) const {
     return block.biases + tile % 2 * C::kBiases;
@@ -282,8 +278,8 @@ __device__ __forceinline__ void walk(const Block<T, C, kInstance>& block, RowSta
   const Problem& p = block.p;
   const Plan& plan = block.plan;
   const Work& work = block.work;
-  KeyBiases<T, C, kInstance, kCareful> biases(block);
-  bool unfit = false;  // a bias that the scores cannot begin with
+  KeyBiases<T, C, kInstance> biases(block);
+  bool biased = false;
   clear<C>(state);
   if (block.first_tile <= block.last_tile) {
     if (block.paged()) {
@@ -293,7 +289,7 @@ __device__ __forceinline__ void walk(const Block<T, C, kInstance>& block, RowSta
     }
     block.load_keys(block.last_tile);
     if (!block.paged()) biases.read_last();
-    unfit = biases.store(block.last_tile);
+    biased = biases.store(block.last_tile);
   }
   QueryFragments<C> queries;
   if (C::kQuerySteps > 0 || block.first_tile > block.last_tile) {
@@ -312,8 +308,7 @@ __device__ __forceinline__ void walk(const Block<T, C, kInstance>& block, RowSta
     copy_wait();  // K is here, and everybody is done with V
     bool general = false;
     if constexpr (kInstance != kPlain) {
-      general = __syncthreads_or(unfit) || plan.all_tiles;
-      if (general) biases.store_itself(tile);
+      general = __syncthreads_or(biased) || plan.all_tiles;
     } else {
       __syncthreads();
     }
@@ -325,11 +320,6 @@ __device__ __forceinline__ void walk(const Block<T, C, kInstance>& block, RowSta
       }
     }
     Scores<C> scores;
-    if (kInstance != kPlain && !kCareful && plan.mask_per_key && !general) {
-      begin_scores<C>(block.lane, biases.of(tile), scores);
-    } else {
-      clear<C>(scores);
-    }
     multiply_keys<T, C>(lane_q, queries, lane_k, scores);
     if (more) biases.store_slot(tile - 1);
     copy_wait();  // V is here, and everybody is done with K
@@ -357,7 +347,7 @@ __device__ __forceinline__ void walk(const Block<T, C, kInstance>& block, RowSta
           [&](int key) { return block.value_row(tile, key); }, p.value_dim, state);
     }
     add_values<T, C>(scores, factor, lane_v, state);
-    if (kInstance != kPlain && more) unfit = biases.store(tile - 1);
+    if (kInstance != kPlain && more) biased = biases.store(tile - 1);
   }
 }
 

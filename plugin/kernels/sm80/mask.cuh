@@ -16,41 +16,23 @@ __device__ __forceinline__ float add_bias(float score, float factor, float bias)
   return kCareful && bias == -INFINITY ? -INFINITY : fmaf(score, factor, bias);
 }
 
-// The biases of keys 2 n and 2 n + 1 of the thread's run, for both of its rows.
-template <class C>
-__device__ __forceinline__ float4 key_biases(const Lane& lane, const float* biases, int n) {
-  return *reinterpret_cast<const float4*>(biases + lane.quad * C::kBiasRun + 4 * n);
-}
-
-// scores = what those of each key begin with.
-template <class C>
-__device__ __forceinline__ void begin_scores(const Lane& lane, const float* biases,
-                                             Scores<C>& scores) {
-#pragma unroll
-  for (int n = 0; n < C::kKeyTiles; ++n) {
-    const float4 bias = key_biases<C>(lane, biases, n);
-#pragma unroll
-    for (int r = 0; r < C::kRowTiles; ++r) {
-      float (&score)[4] = scores.at[r][n];
-      score[0] = bias.x, score[1] = bias.y, score[2] = bias.z, score[3] = bias.w;
-    }
-  }
-}
-
 // scores = factor * scores + bias of each key.
 template <class C, bool kCareful>
 __device__ __forceinline__ void add_key_biases(const Lane& lane, float factor, const float* biases,
                                                Scores<C>& scores) {
 #pragma unroll
-  for (int n = 0; n < C::kKeyTiles; ++n) {
-    const float4 bias = key_biases<C>(lane, biases, n);
+  for (int n = 0; n < C::kKeyTiles; n += 2) {
+    const float4 bias = *reinterpret_cast<const float4*>(biases + lane.quad * C::kBiasRun + 2 * n);
 #pragma unroll
     for (int r = 0; r < C::kRowTiles; ++r) {
-      float (&score)[4] = scores.at[r][n];
-      score[0] = add_bias<kCareful>(score[0], factor, bias.x);
-      score[1] = add_bias<kCareful>(score[1], factor, bias.y);
-      score[2] = add_bias<kCareful>(score[2], factor, bias.z);
-      score[3] = add_bias<kCareful>(score[3], factor, bias.w);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float (&a)[4] = scores.at[r][n], (&b)[4] = scores.at[r][n + 1];
+        a[2 * h] = add_bias<kCareful>(a[2 * h], factor, bias.x);
+        a[2 * h + 1] = add_bias<kCareful>(a[2 * h + 1], factor, bias.y);
+        b[2 * h] = add_bias<kCareful>(b[2 * h], factor, bias.z);
+        b[2 * h + 1] = add_bias<kCareful>(b[2 * h + 1], factor, bias.w);
+      }
     }
   }
 }

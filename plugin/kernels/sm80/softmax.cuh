@@ -40,18 +40,6 @@ struct Scores {
 };
 
 template <class C>
-__device__ __forceinline__ void clear(Scores<C>& scores) {
-#pragma unroll
-  for (int r = 0; r < C::kRowTiles; ++r) {
-#pragma unroll
-    for (int n = 0; n < C::kKeyTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) scores.at[r][n][i] = 0.f;
-    }
-  }
-}
-
-template <class C>
 __device__ __forceinline__ void clear(RowState<C>& state) {
 #pragma unroll
   for (int r = 0; r < C::kRowTiles; ++r) {

@@ -40,10 +40,10 @@ struct Tiling {
   static constexpr int kScores = kKeys / 2;  // of a thread
   static constexpr int kOutputs = kDim / 2;
 
-  // Shared memory: the stages of Q, K and V, the biases of each stage's keys, barriers, what is to
-  // be done with each stage of Q.
+  // Shared memory: the stages of Q, K and V, a bias per key of each stage, barriers,
+  // what is to be done with each stage of Q.
   static constexpr int kBiasAt = kQueryStages * kQueryBytes + 2 * kStages * kKeyBytes;
-  static constexpr int kBarriersAt = kBiasAt + kStages * kKeys * 8;
+  static constexpr int kBarriersAt = kBiasAt + kStages * kKeys * 4;
   static constexpr int kBarriers = 2 * kQueryStages + 4 * kStages;
   static constexpr int kItemsAt = kBarriersAt + (kBarriers * 8 + kStages * 4 + 15) / 16 * 16;
   static constexpr int kSharedBytes = kItemsAt + kQueryStages * 48;

@@ -10,25 +10,13 @@
 
 namespace flashonnx::sm90 {
 
-// scores = what those of each key begin with.
-template <class C>
-__device__ __forceinline__ void begin_with_biases(const Lane& lane, const float4* biases,
-                                                  float (&scores)[C::kScores]) {
-#pragma unroll
-  for (int n = 0; n < C::kScores / 4; ++n) {
-    const float4 bias = biases[4 * n + lane.quad];
-    scores[4 * n] = bias.x, scores[4 * n + 1] = bias.y;
-    scores[4 * n + 2] = bias.z, scores[4 * n + 3] = bias.w;
-  }
-}
-
 // scores = factor * scores + bias of each key.
 template <class C>
-__device__ __forceinline__ void add_key_biases(const Lane& lane, float factor, const float4* biases,
+__device__ __forceinline__ void add_key_biases(const Lane& lane, float factor, const float* biases,
                                                float (&scores)[C::kScores]) {
 #pragma unroll
   for (int n = 0; n < C::kScores / 4; ++n) {
-    const float4 bias = biases[4 * n + lane.quad];
+    const float2 bias = *reinterpret_cast<const float2*>(biases + 8 * n + 2 * lane.quad);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       scores[4 * n + 2 * h] = fmaf(scores[4 * n + 2 * h], factor, bias.x);

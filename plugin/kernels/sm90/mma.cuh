@@ -107,10 +107,10 @@ __device__ __forceinline__ void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// scores = Q K^T of the warpgroup's 64 queries and the tile's keys, or += where they have begun:
-// one group, under way afterwards.
+// scores = Q K^T of the warpgroup's 64 queries and the tile's keys: one group, under way
+// afterwards.
 template <class T, class C>
-__device__ __forceinline__ void multiply_keys(uint32_t queries, uint32_t keys, bool begun,
+__device__ __forceinline__ void multiply_keys(uint32_t queries, uint32_t keys,
                                               float (&scores)[C::kScores]) {
   const auto product = [&]<int... i>(uint64_t a, uint64_t b, gmma::ScaleOut out,
                                      std::integer_sequence<int, i...>) {
@@ -125,7 +125,7 @@ __device__ __forceinline__ void multiply_keys(uint32_t queries, uint32_t keys, b
     const uint32_t box = d / C::kBox, inside = d % C::kBox * 2;
     product(q.plus(box * C::kQueries * C::kBoxRow + inside),
             k.plus(box * C::kKeys * C::kBoxRow + inside),
-            d == 0 && !begun ? gmma::ScaleOut::Zero : gmma::ScaleOut::One,
+            d == 0 ? gmma::ScaleOut::Zero : gmma::ScaleOut::One,
             std::make_integer_sequence<int, C::kScores>());
   }
   commit_products();

@@ -97,30 +97,20 @@ __device__ __forceinline__ void produce_biases(const Problem& p, const Plan& pla
             key < span.range.limit ? mask_bits(row + key * plan.mask_step, plan.mask_bytes) : 0;
       }
       barrier_wait(shared.k_free(ring.stage), ring.round ^ 1);
-      bool biased = false, add = plan.all_tiles;
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        const float bias = mask_bias(bits[i], p.mask_dtype);
-        if (32 * i + lane < C::kKeys && tile * C::kKeys + 32 * i + lane < span.range.limit) {
-          biased |= bias != 0.f;
-          add |= !begins_scores(bias, plan.factor, p.lse.data != nullptr);
-        }
-      }
-      biased = __any_sync(0xffffffffu, biased), add = __any_sync(0xffffffffu, add);
+      bool biased = false;
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) {
         const int key = 32 * i + lane;
         const float bias = mask_bias(bits[i], p.mask_dtype);
         if (key < C::kKeys) {
-          float* const to = &shared.biases(ring.stage)[key / 2].x + key % 2;
-          to[0] = to[2] = add ? bias : beginning_of_scores(bias, plan.factor);
+          shared.biases(ring.stage)[key] = bias;
+          biased |= bias != 0.f && tile * C::kKeys + key < span.range.limit;
         }
       }
+      biased = __any_sync(0xffffffffu, biased);
       __syncwarp();  // all lanes' biases are there before the arrival says so
       if (lane == 0) {
-        *shared.what_biases(ring.stage) = !biased ? Biases::kNone
-                                          : add   ? Biases::kAdd
-                                                  : Biases::kBegin;
+        *shared.biased(ring.stage) = biased;
         barrier_arrive(shared.k_full(ring.stage));
       }
       ring.advance();

@@ -8,9 +8,6 @@
 
 namespace flashonnx::sm90 {
 
-// What the biases of a stage of keys are: all 0, or what the scores begin with, or to be added.
-enum class Biases : int32_t { kNone, kBegin, kAdd };
-
 // Barriers: for each stage of Q, K, V and the biases, one that says it is full and one
 // that says it is free again.
 template <class C>
@@ -29,12 +26,12 @@ struct Shared {
     return base + C::kQueryStages * C::kQueryBytes + stage * C::kKeyBytes;
   }
   __device__ __forceinline__ uint32_t v(int stage) const { return k(C::kStages + stage); }
-  // Those of keys 2 i and 2 i + 1, twice: once for either row of a thread.
-  __device__ __forceinline__ float4* biases(int stage) const {
-    return reinterpret_cast<float4*>(memory + C::kBiasAt) + stage * (C::kKeys / 2);
+  __device__ __forceinline__ float* biases(int stage) const {
+    return reinterpret_cast<float*>(memory + C::kBiasAt) + stage * C::kKeys;
   }
-  __device__ __forceinline__ Biases* what_biases(int stage) const {
-    return reinterpret_cast<Biases*>(memory + C::kBarriersAt + 8 * C::kBarriers) + stage;
+  // Whether one of the stage's biases is not 0.
+  __device__ __forceinline__ int* biased(int stage) const {
+    return reinterpret_cast<int*>(memory + C::kBarriersAt + 8 * C::kBarriers) + stage;
   }
 
   __device__ __forceinline__ Item* item(int stage) const {
