@@ -217,10 +217,13 @@ MATRIX = [
 ]  # fmt: skip
 
 FEATURES = [
-    *typed(*(CacheCase(f"page{p}", capacity=256, page_size=p, lengths=(130, 250), head_dim=64) for p in (1, 16, 64, 128))),
+    *typed(*(CacheCase(f"page{p}", capacity=256, page_size=p, lengths=(130, 250), head_dim=64)
+             for p in (1, 16, 64, 128))),
     *typed(CacheCase("page256", capacity=512, page_size=256, lengths=(300, 509), head_dim=128, heads=(8, 1))),
-    *(CacheCase(f"page{p}-decode", capacity=640, page_size=p, lengths=(639, 0, 77), q_length=1) for p in (1, 16, 64, 128)),
-    *(CacheCase(f"page{p}-many-rows", capacity=640, page_size=p, lengths=(600, 0), q_length=33) for p in (1, 5, 64, 128)),
+    *(CacheCase(f"page{p}-decode", capacity=640, page_size=p, lengths=(639, 0, 77), q_length=1)
+      for p in (1, 16, 64, 128)),
+    *(CacheCase(f"page{p}-many-rows", capacity=640, page_size=p, lengths=(600, 0), q_length=33)
+      for p in (1, 5, 64, 128)),
     *(CacheCase(f"partial-rotary-{r}-{d}", rotary=r, rotary_dim=d, head_dim=40) for r in ("half", "interleaved")
       for d in (2, 6, 16, 32)),
     *typed(*(CacheCase(f"table-float32-{r}", rotary=r, table="float32") for r in ("half", "interleaved"))),
@@ -230,10 +233,12 @@ FEATURES = [
     *(CacheCase(f"d{d}-dv{dv}", head_dim=d, value_dim=dv, rotary=r, page_size=4)
       for d, dv, r in ((7, 5, ""), (20, 28, "half"), (33, 72, ""), (128, 64, "interleaved"), (192, 128, "half"),
                        (512, 512, "half"))),
-    *(CacheCase(f"ranked{'-ragged' if g else ''}{'-paged' if p else ''}", ranked=True, ragged=g, page_size=p, rotary="half")
+    *(CacheCase(f"ranked{'-ragged' if g else ''}{'-paged' if p else ''}", ranked=True, ragged=g, page_size=p,
+                rotary="half")
       for g in (None, (4, 2)) for p in (0, 8)),
     *(CacheCase(f"lengths-{t}-rank{r}", lengths_dtype=t, lengths_rank=r) for t in ("int32", "int64") for r in (1, 2)),
-    *typed(CacheCase("softcap", softcap=2.0), CacheCase("scale", scale=0.3), CacheCase("sinks", sinks=True, page_size=8)),
+    *typed(CacheCase("softcap", softcap=2.0), CacheCase("scale", scale=0.3)),
+    *typed(CacheCase("sinks", sinks=True, page_size=8)),
     *(CacheCase(f"mask-{m}-{t}-{p}", mask=m, mask_dtype=t, page_size=p)
       for m in ("b1qk", "bh1k", "b11k", "qk", "k") for t in ("bool", "T") for p in (0, 8)),
     CacheCase("mask-short", mask="b1qk", mask_keys=10, mask_dtype="T"),
@@ -247,9 +252,9 @@ FEATURES = [
     *(CacheCase(f"elsewhere{'-paged' if p else ''}", in_place=False, page_size=p, rotary="half") for p in (0, 8)),
     CacheCase("prefill-and-decode", ragged=(1, 65, 1, 1), lengths=(100, 30, 0, 127), capacity=128, page_size=16,
               rotary="half", heads=(8, 2), head_dim=64),
-    CacheCase("everything", ragged=(3, 0, 9, 1), lengths=(13, 4, 0, 7), capacity=30, page_size=5, heads=(6, 2), head_dim=20,
-              value_dim=28, rotary="interleaved", rotary_dim=12, positions=True, left=8, sinks=True, softcap=3.0, scale=0.4,
-              table="float32", slack=(2, 3)),
+    CacheCase("everything", ragged=(3, 0, 9, 1), lengths=(13, 4, 0, 7), capacity=30, page_size=5, heads=(6, 2),
+              head_dim=20, value_dim=28, rotary="interleaved", rotary_dim=12, positions=True, left=8, sinks=True,
+              softcap=3.0, scale=0.4, table="float32", slack=(2, 3)),
 ]  # fmt: skip
 
 CORNER = [
@@ -264,15 +269,19 @@ CORNER = [
     CacheCase("no-batch-ragged", lengths=(), ragged=(), slack=(0, 3)),
     CacheCase("no-capacity", capacity=0, lengths=(0, 0)),
     CacheCase("no-capacity-paged", capacity=0, lengths=(0, 0), page_size=4),
-    *(CacheCase(f"slack-{a}-{z}", ragged=(2, 3), slack=(a, z), page_size=p) for a, z, p in ((0, 4, 0), (3, 0, 8), (2, 2, 0))),
+    *(CacheCase(f"slack-{a}-{z}", ragged=(2, 3), slack=(a, z), page_size=p)
+      for a, z, p in ((0, 4, 0), (3, 0, 8), (2, 2, 0))),
     # What does not fit is dropped, and nothing else is written.
     *(CacheCase(f"full-{n}{'-paged' if p else ''}", lengths=(24, 22, n), q_length=4, page_size=p, rotary="half")
       for n in (-5, 99, 23) for p in (0, 8)),
     CacheCase("lengths-outside-read", lengths=(-7, 1000), append=False),
     CacheCase("lengths-outside-int64", lengths=(-(2**40), 2**40), lengths_dtype="int64", append=False),
-    *typed(CacheCase("missing-pages", lengths=(17, 9), page_size=4, missing=((0, 1), (0, 2), (1, 0), (1, 2)), q_length=4)),
-    CacheCase("missing-pages-all", lengths=(17, 9), page_size=8, missing=tuple((b, i) for b in (0, 1) for i in range(3))),
-    CacheCase("missing-pages-many-rows", lengths=(17, 9), page_size=8, missing=((0, 0), (1, 1)), q_length=7, heads=(8, 1)),
+    *typed(CacheCase("missing-pages", lengths=(17, 9), page_size=4, missing=((0, 1), (0, 2), (1, 0), (1, 2)),
+                     q_length=4)),
+    CacheCase("missing-pages-all", lengths=(17, 9), page_size=8,
+              missing=tuple((b, i) for b in (0, 1) for i in range(3))),
+    CacheCase("missing-pages-many-rows", lengths=(17, 9), page_size=8, missing=((0, 0), (1, 1)), q_length=7,
+              heads=(8, 1)),
     CacheCase("max-q-length", ragged=(5, 2), max_q_length=3),
     *(CacheCase(f"poison-{p}", poison=p, page_size=8, lengths=(5, 9)) for p in (np.inf, -np.inf, 1e6)),
 ]  # fmt: skip

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
+import pytest
 from cache_cases import CacheCase
 from cases import numpy_dtype
 from compare import EPSILON, SANE, assert_close, naive_attention
@@ -14,6 +16,17 @@ from flashonnx._capi_cache import kv_cache_params
 from flashonnx.reference import Array
 from flashonnx.reference_cache import ordered
 from seam import Buffer, address, current_stream, query_device
+
+
+@contextmanager
+def kernels_wanted(device: str) -> Iterator[None]:
+    """Skips what no CUDA kernel of this build takes yet: ragged batches and pages. Nothing on the CPU."""
+    try:
+        yield
+    except Exception as error:
+        if device == "cpu" or not re.search(r"does not support (cu_seqlens|a block table)", str(error)):
+            raise
+        pytest.skip("no CUDA kernel of this build takes ragged batches or pages")
 
 
 class CacheProblem:
@@ -63,7 +76,8 @@ class CacheProblem:
 
     def run(self) -> dict[str, Array]:
         """Runs and returns the outputs; what is only read is as it was."""
-        assert self.library.supported(self.params)
+        with kernels_wanted(self.device):
+            assert self.library.supported(self.params)
         self.launch()
         found = {name: buffer.numpy() for name, buffer in self.outputs.items()}
         for name, buffer in self.inputs.items():
@@ -106,7 +120,9 @@ def _check_cache(name: str, before: Array, out: Array, expected: Array) -> None:
     assert out.dtype == expected.dtype
     got, truth, old = (np.ascontiguousarray(x).view(f"u{x.itemsize}") for x in (out, expected, before))
     wrong = got != truth
-    assert not (wrong & (truth == old)).any(), f"{name}: {(wrong & (truth == old)).sum()} values changed, or were not written"
+    assert not (wrong & (truth == old)).any(), (
+        f"{name}: {(wrong & (truth == old)).sum()} values changed, or were not written"
+    )
     near = np.abs(out[wrong].astype(np.float64) - expected[wrong].astype(np.float64))
     allowed = EPSILON[out.dtype.name] * np.abs(expected[wrong].astype(np.float64)) + 4 * EPSILON["float32"]
     assert (near <= allowed).all(), f"{name}: off by {near.max(initial=0):.3g}"
@@ -122,7 +138,12 @@ def naive(case: CacheCase, inputs: dict[str, Array], expected: dict[str, Array])
     q = tokens_first(case, inputs["Q"])[0]
     ends = ordered(inputs["cu_seqlens_q"], len(q)) if case.ragged is not None else np.arange(batch + 1) * case.q_length
     y, lse, rounding = np.zeros((*q.shape[:2], case.width), np.float32), np.full(q.shape[1::-1], -np.inf), 0.0
-    attributes = case.attributes | {"q_num_heads": None, "kv_num_heads": None, "qkv_layout": "separate", "empty_row": "zero"}
+    attributes = case.attributes | {
+        "q_num_heads": None,
+        "kv_num_heads": None,
+        "qkv_layout": "separate",
+        "empty_row": "zero",
+    }
     for b in range(batch):
         rows = slice(ends[b], ends[b + 1])
         tokens = ends[b + 1] - ends[b]
@@ -133,11 +154,14 @@ def naive(case: CacheCase, inputs: dict[str, Array], expected: dict[str, Array])
         keep = np.where(exists[:, 0], 0.0, -np.inf)[None, None, None]
         if mask is not None:
             bias = np.where(mask, 0.0, -np.inf) if mask.dtype == bool else mask.astype(np.float64)
-            bias = np.pad(bias, [(0, 0)] * (bias.ndim - 1) + [(0, case.capacity - bias.shape[-1])], constant_values=-np.inf)
+            bias = np.pad(
+                bias, [(0, 0)] * (bias.ndim - 1) + [(0, case.capacity - bias.shape[-1])], constant_values=-np.inf
+            )
             bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
             keep = keep + (bias[b : b + 1] if len(bias) > 1 else bias)[..., :total]
+        turned = rotated(case, inputs, q[rows], rows, before - (0 if case.append else tokens))
         one = {
-            "Q": rotated(case, inputs, q[rows], rows, before - (0 if case.append else tokens)).astype(dtype).swapaxes(0, 1)[None],
+            "Q": turned.astype(dtype).swapaxes(0, 1)[None],
             "K": keys[None], "V": values[None], "attn_mask": keep, "nonpad_kv_seqlen": np.array([total]),
         }  # fmt: skip
         if case.sinks:

@@ -1,4 +1,4 @@
-"""What FlashAttentionKVCache and FlashAttentionVarlen mean: the operators in float64 NumPy, and as `onnx.reference` ops.
+"""What FlashAttentionKVCache and FlashAttentionVarlen mean: in float64 NumPy, and as `onnx.reference` ops.
 
 Each sequence is looked at by itself: its keys are gathered, and `flashonnx.reference.attention` does the rest.
 """
@@ -75,8 +75,8 @@ def attention_kv_cache(
         max_q_length: ragged: later tokens of a sequence are not asked for and give 0; 0: all are.
 
     Returns:
-        Y in float64 in q's form, the caches after the call in their own dtype, and lse in float64: (B, Hq, S), or (Hq, T)
-        if ragged. Tokens in no sequence give 0, and lse -inf.
+        Y in float64 in q's form, the caches after the call in their own dtype, and lse in float64: (B, Hq, S), or
+        (Hq, T) if ragged. Tokens in no sequence give 0, and lse -inf.
 
     Raises:
         ValueError: the inputs contradict each other.
@@ -89,7 +89,7 @@ def attention_kv_cache(
     new_keys = None if k is None else _tokens(k, kv_heads, ragged)
     new_values = None if v is None else _tokens(v, kv_heads, ragged)
     batch = cache_lengths.size
-    if ragged:
+    if cu_seqlens_q is not None:
         if attn_mask is not None:
             raise ValueError("attn_mask and cu_seqlens_q exclude each other")
         ends = ordered(cu_seqlens_q, len(queries))
@@ -100,8 +100,8 @@ def attention_kv_cache(
         ids = None if ids is None else ids.reshape(-1)
     keys, values = key_cache.copy(), value_cache.copy()
     capacity = keys.shape[2] if block_table is None else block_table.shape[1] * keys.shape[1]
-    y = np.zeros((*queries.shape[:2], values.shape[-1]))
-    lse = np.full(queries.shape[:2], -np.inf)
+    y: Array = np.zeros((*queries.shape[:2], values.shape[-1]))
+    lse: Array = np.full(queries.shape[:2], -np.inf)
     for b in range(batch):
         rows = slice(ends[b], ends[b + 1])
         tokens = ends[b + 1] - ends[b]
@@ -123,9 +123,9 @@ def attention_kv_cache(
             keys[places(slots[kept])] = new_key[kept].astype(keys.dtype)
             values[places(slots[kept])] = new_values[rows][kept]
         shown = min(tokens, max_q_length) if ragged and max_q_length > 0 else tokens
+        seen_keys, seen_values = (_gather(x, places, exists, total) for x in (keys, values))
         y[rows][:shown], lse[rows][:shown] = _attend(
-            query, *(_gather(x, places, exists, total) for x in (keys, values)), _mask(attn_mask, b, batch, capacity),
-            exists[:total], sinks, shown,
+            query, seen_keys, seen_values, _mask(attn_mask, b, batch, capacity), exists[:total], sinks, shown,
             scale=scale, softcap=softcap, is_causal=is_causal, left_window_size=left_window_size,
             right_window_size=right_window_size,
         )  # fmt: skip
@@ -133,8 +133,10 @@ def attention_kv_cache(
     if ragged:
         return y.reshape(len(y), heads * width) if q.ndim == 2 else y, keys, values, lse.T
     length = q.shape[1 if q.ndim == 3 else 2]
-    y, lse = y.reshape(batch, length, heads, width), lse.reshape(batch, length, heads).swapaxes(1, 2)
-    return y.swapaxes(1, 2) if q.ndim == 4 else y.reshape(batch, length, heads * width), keys, values, lse
+    lse = lse.reshape(batch, length, heads).swapaxes(1, 2)
+    if q.ndim == 4:
+        return y.reshape(batch, length, heads, width).swapaxes(1, 2), keys, values, lse
+    return y.reshape(batch, length, heads * width), keys, values, lse
 
 
 def attention_varlen(
@@ -163,8 +165,8 @@ def attention_varlen(
         q: (Tq, Hq*D) or (Tq, Hq, D).
         k: (Tk, Hkv*D) or (Tk, Hkv, D).
         v: (Tk, Hkv*Dv) or (Tk, Hkv, Dv).
-        cu_seqlens_q: (B + 1,) integers: sequence b has queries [cu_seqlens_q[b], cu_seqlens_q[b + 1]). Clamped to [0, Tq],
-            and where they fall, to the largest before.
+        cu_seqlens_q: (B + 1,) integers: sequence b has queries [cu_seqlens_q[b], cu_seqlens_q[b + 1]). Clamped to
+            [0, Tq], and where they fall, to the largest before.
         cu_seqlens_k: likewise of the keys; default: cu_seqlens_q.
         sinks: as in `attention_kv_cache`, like most of the rest.
         q_num_heads: Hq, required for q of rank 2.
@@ -180,11 +182,15 @@ def attention_varlen(
     Returns:
         Y in float64 in q's form and lse (Hq, Tq) in float64; 0 and -inf for tokens in no sequence.
     """
-    queries, keys, values = _tokens(q, q_num_heads, True), _tokens(k, kv_num_heads, True), _tokens(v, kv_num_heads, True)
+    queries, keys, values = (
+        _tokens(q, q_num_heads, True),
+        _tokens(k, kv_num_heads, True),
+        _tokens(v, kv_num_heads, True),
+    )
     q_ends = ordered(cu_seqlens_q, len(queries))
     k_ends = ordered(cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, len(keys))
-    y = np.zeros((*queries.shape[:2], values.shape[-1]))
-    lse = np.full(queries.shape[:2], -np.inf)
+    y: Array = np.zeros((*queries.shape[:2], values.shape[-1]))
+    lse: Array = np.full(queries.shape[:2], -np.inf)
     for b in range(len(q_ends) - 1):
         rows, count = slice(q_ends[b], q_ends[b + 1]), k_ends[b + 1] - k_ends[b]
         count = min(count, max_kv_length) if max_kv_length > 0 else count
@@ -215,7 +221,9 @@ def rotate(x: Array, cos: Array, sin: Array, rotary_dim: int = 0, interleaved: b
     half = rotary_dim // 2 or cos.shape[1]
     cos, sin = (t[:, None, :half].astype(np.float64) for t in (cos, sin))
     y = x.astype(np.float64)
-    first, second = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(half), slice(half, 2 * half))
+    first, second = (
+        (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(half), slice(half, 2 * half))
+    )
     a, b = y[..., first].copy(), y[..., second].copy()
     y[..., first], y[..., second] = a * cos - b * sin, b * cos + a * sin
     return y

@@ -61,7 +61,14 @@ void append_token(const Job& job, const Token& token, bool ragged) {
   for (int64_t h = 0; h < p.kv_heads; ++h) {
     const int64_t key = place_of_key(p, job.problem.k, token.b, h, slot);
     const int64_t value = place_of_key(p, job.problem.v, token.b, h, slot);
-    if (key < 0) return;
+    if (key < 0) {
+      if (log_enabled() && slot < p.cache_capacity) {
+        std::fprintf(stderr,
+                     "flashonnx: sequence %lld: slot %lld has no page: its key is dropped\n",
+                     static_cast<long long>(token.b), static_cast<long long>(slot));
+      }
+      return;
+    }
     const char* source = at(p.k, token.offset(p.k, h, ragged));
     if (rotary) {
       rotate_row(job, position, source, at(job.problem.k, key));
