@@ -263,7 +263,8 @@ struct KeyBiases {
   __device__ __forceinline__ bool store(int tile) const {
     if (!active) return false;
     const bool absent = slot.page < 0 && slot.slot >= 0;
-    const float bias = absent ? -INFINITY : mask_bias(bits, block.p.mask_dtype);
+    const float mask = masks() ? mask_bias(bits, block.p.mask_dtype) : 0.f;
+    const float bias = absent ? -INFINITY : mask;
     of(tile)[threadIdx.x / C::kRun * C::kBiasRun + threadIdx.x % C::kRun] = bias;
     return bias != 0.f;
   }
