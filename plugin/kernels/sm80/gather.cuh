@@ -39,17 +39,28 @@ __device__ __forceinline__ void load_slots(uint32_t shared, const T* source, int
   constexpr int kStep = C::kThreads / L::kGroup;
   const int first_row = threadIdx.x / L::kGroup, first_chunk = threadIdx.x % L::kGroup;
   const uint32_t to = shared + L::offset(first_row, first_chunk);
-  const bool whole = vectors && dim == C::kDim;
+  const T* const chunk = source + first_chunk * 8;
+  if (vectors && dim == C::kDim) {
 #pragma unroll
+    for (int r = 0; r < C::kKeys; r += kStep) {
+      const Slot slot = slots[first_row + r];
+      const int bytes = slot.page >= 0 ? 16 : 0;
+      const T* from = slot.page >= 0 ? chunk + slot.page * page + slot.slot * stride : chunk;
+#pragma unroll
+      for (int c = 0; c < L::kChunks; c += L::kGroup)
+        copy_async((to ^ L::swizzle(r) * 16) + (r * L::kChunks + c) * 16, from + c * 8, bytes);
+    }
+    return;
+  }
+#pragma unroll 1
   for (int r = 0; r < C::kKeys; r += kStep) {
     const Slot slot = slots[first_row + r];
-    const bool there = slot.page >= 0;
-    const T* from = source + (there ? slot.page * page + slot.slot * stride : 0) + first_chunk * 8;
+    const T* from = chunk + slot.page * page + slot.slot * stride;
 #pragma unroll
     for (int c = 0; c < L::kChunks; c += L::kGroup) {
-      const uint32_t target = (to ^ L::swizzle(r) * 16) + (r * L::kChunks + c) * 16;
-      const int valid = there ? max(min(dim - (first_chunk + c) * 8, 8), 0) : 0;
-      if (whole || (vectors && valid % 8 == 0)) {
+      const uint32_t target = shared + L::offset(first_row + r, first_chunk + c);
+      const int valid = slot.page >= 0 ? max(min(dim - (first_chunk + c) * 8, 8), 0) : 0;
+      if (vectors && valid % 8 == 0) {
         copy_async(target, valid > 0 ? from + c * 8 : source, valid * 2);
       } else {
         store_shared(target, load_elements(from + c * 8, valid));
