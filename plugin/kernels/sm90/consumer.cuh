@@ -10,7 +10,7 @@
 
 namespace flashonnx::sm90 {
 
-template <class T, class C, bool kGeneral>
+template <class T, class C>
 class Consumer {
  public:
   __device__ __forceinline__ Consumer(const Problem& p, const Plan& plan, const CUtensorMap& o_map,
@@ -120,7 +120,7 @@ class Consumer {
     // Plain tiles, and the values of the tiles after them, need no look at bounds or masks. Never
     // the first tile of the walk: what is left over from the tile of queries before ends there.
     int plain_begin = 1, plain_end = 0;
-    if (!kGeneral && !plan_.mask_per_key) {
+    if (!C::kGeneral && !plan_.mask_per_key) {
       const int first_query = item().work.first_query + lane_.group * 64;
       const int last_query = min(first_query + 63, p_.q_length - 1);
       plain_begin = (span.range.lower(last_query) + C::kKeys - 1) / C::kKeys;
@@ -192,12 +192,20 @@ class Consumer {
       attend_carefully<T, C>(p_, plan_, item.work, first_query_of_warp(item.work), lane_.lane);
     } else {
       const uint32_t rows = queries(stage) + lane_.warp * 16 * C::kBoxRow;
-      leaving = finish<T, C>(p_, plan_, o_map_, lane_, item.work, rows, state, output);
+      leaving =
+          finish<T, C>(p_, plan_, o_map_, lane_, item.work, rows, in_powers_of_2(state), output);
     }
     if constexpr (C::kQueryStages > 1) {
       leaving_ = leaving;
       if (!leaving) barrier_arrive(shared_.q_free(stage));
     }
+  }
+
+  __device__ __forceinline__ static RowState in_powers_of_2(RowState state) {
+#pragma unroll
+    for (int h = 0; C::kGeneral && h < 2; ++h)
+      state.maximum[h] = fmaxf(2.f * state.maximum[h], -FLT_MAX);
+    return state;
   }
 
   // Lets go of the place of the queries before these once their rows have left it.
@@ -219,12 +227,11 @@ class Consumer {
   template <bool kPlain = false>
   __device__ __forceinline__ Raise weigh(int tile, float (&scores)[C::kScores], RowState& state) {
     float factor = plan_.factor;
-    if constexpr (kGeneral) {
-      cap_scores<C>(p_, plan_, scores);
+    if constexpr (C::kGeneral) {
+      generalise(scores);
       factor = 1.f;
-    }
-    if (!kPlain && plan_.mask_per_key && *shared_.biased(keys_.stage)) {
-      add_key_biases<C>(lane_, factor, shared_.biases(keys_.stage), scores);
+    } else if (!kPlain && plan_.mask_per_key && *shared_.biased(keys_.stage)) {
+      add_key_biases<C>(lane_, factor, 1.f, shared_.biases(keys_.stage), scores);
       factor = 1.f;
     }
     release(shared_.k_free(keys_.stage));
@@ -240,8 +247,32 @@ class Consumer {
       }
     }
     const Raise raise = raise_maxima<C>(scores, factor, state);
-    exponentiate<C>(factor, scores, state);
+    if constexpr (C::kGeneral) {
+      exponentiate_fours<C>(scores, state);
+    } else {
+      exponentiate<C>(factor, scores, state);
+    }
     return raise;
+  }
+
+  // Scale, soft cap and mask: scores in powers of 4.
+  __device__ __forceinline__ void generalise(float (&scores)[C::kScores]) {
+    float factor = plan_.factor / 2;
+    if (p_.softcap > 0.f) {
+      cap_scores<C>(plan_, scores);
+      factor = 1.f;
+    }
+    const uint32_t tile = shared_.mask(keys_.stage);
+    if (plan_.mask_per_key) {
+      add_key_biases<C>(lane_, factor, .5f, shared_.biases(keys_.stage), scores);
+    } else if (!p_.mask.data) {
+#pragma unroll
+      for (int i = 0; i < C::kScores; ++i) scores[i] *= factor;
+    } else if (plan_.mask_bytes == 1) {
+      select_by_bytes<C>(lane_, factor, tile, scores);
+    } else {
+      add_biases<T, C>(lane_, factor, tile, scores);
+    }
   }
 
   // Keeps exponentials before the wait for the products that they are meant to run beside. Where a
