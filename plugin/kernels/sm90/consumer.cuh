@@ -109,55 +109,61 @@ class Consumer {
 
   // Starts Q K^T of the last tile of keys.
   __device__ __forceinline__ void begin_scores(float (&scores)[C::kScores]) {
+    const Descriptor q = described_queries(), k = described_keys();
     barrier_wait(shared_.k_full(keys_.stage), keys_.round);
-    multiply_keys<T, C>(queries(queries_.stage), shared_.k(keys_.stage), scores);
+    multiply_keys<T, C>(q, k, scores);
   }
 
   // From P of the last tile of keys to P of the first one. Its product with V is left to do.
   __device__ __forceinline__ void walk(float (&scores)[C::kScores], uint32_t (&p)[C::kScores / 2],
                                        float (&output)[C::kOutputs], RowState& state) {
     const Span& span = item().span;
-    // Plain tiles, and the values of the tiles after them, need no look at bounds or masks. Never
-    // the first tile of the walk: what is left over from the tile of queries before ends there.
-    int plain_begin = 1, plain_end = 0;
-    if (!C::kGeneral && !plan_.mask_per_key) {
-      const int first_query = item().work.first_query + lane_.group * 64;
-      const int last_query = min(first_query + 63, p_.q_length - 1);
-      plain_begin = (span.range.lower(last_query) + C::kKeys - 1) / C::kKeys;
-      plain_end = min(span.range.upper(first_query) / C::kKeys, last_tile_) - 1;
-    }
+    // Plain tiles, and the values of the tiles after them, need no look at bounds. Never the first
+    // tile of the walk: what is left over from the tile of queries before ends there.
+    const int first_query = item().work.first_query + lane_.group * 64;
+    const int last_query = min(first_query + 63, p_.q_length - 1);
+    const int plain_begin = (span.range.lower(last_query) + C::kKeys - 1) / C::kKeys;
+    const int plain_end = min(span.range.upper(first_query) / C::kKeys, last_tile_) - 1;
     const int first_tile = span.first_tile;
     for (int tile = last_tile_ - 1; tile >= first_tile; --tile) {
-      if (tile < plain_end && tile >= plain_begin) {
-        for (; tile > plain_begin && tile > first_tile; --tile)
-          step<true>(tile, scores, p, output, state);
-        step<true>(tile, scores, p, output, state);
-      } else {
-        step<false>(tile, scores, p, output, state);
+      const int plain = tile < plain_end ? tile - max(plain_begin, first_tile) + 1 : 0;
+      if (plain <= 0) {
+        step<Look::kBounds>(tile, scores, p, output, state);
+        continue;
       }
+      if (!C::kGeneral && plan_.mask_per_key) {
+        for (int i = 0; i < plain; ++i) step<Look::kBiases>(tile, scores, p, output, state);
+      } else {
+        for (int i = 0; i < plain; ++i) step<Look::kNone>(tile, scores, p, output, state);
+      }
+      tile -= plain - 1;
     }
     settle_stores();
   }
 
+  // What a step has to look at: bounds and biases, biases alone, neither.
+  enum class Look { kBounds, kBiases, kNone };
+
   // One tile of keys: its Q K^T beside P V of the tile before, then its softmax.
-  template <bool kPlain>
+  template <Look kLook>
   __device__ __forceinline__ void step(int tile, float (&scores)[C::kScores],
                                        uint32_t (&p)[C::kScores / 2], float (&output)[C::kOutputs],
                                        RowState& state) {
+    const Descriptor q = described_queries(), k = described_keys(), v = described_values();
     barrier_wait(shared_.k_full(keys_.stage), keys_.round);
     begin_turn();
-    multiply_keys<T, C>(queries(queries_.stage), shared_.k(keys_.stage), scores);
-    if constexpr (kPlain) {
-      barrier_wait(shared_.v_full(values_.stage), values_.round);
-    } else {
+    multiply_keys<T, C>(q, k, scores);
+    if constexpr (kLook == Look::kBounds) {
       wait_for_values(item().span, tile + 1);
+    } else {
+      barrier_wait(shared_.v_full(values_.stage), values_.round);
     }
-    multiply_values<T, C>(p, shared_.v(values_.stage), !kPlain && tile + 1 == last_tile_, output);
+    multiply_values<T, C>(p, v, kLook == Look::kBounds && tile + 1 == last_tile_, output);
     end_turn();
-    if constexpr (!kPlain) settle_stores();
+    if constexpr (kLook == Look::kBounds) settle_stores();
     wait_products<1>();
     fence_registers(scores);
-    const Raise raise = weigh<kPlain>(tile, scores, state);
+    const Raise raise = weigh<kLook>(tile, scores, state);
     hold(scores, state);
     wait_products<0>();
     fence_registers(output);
@@ -171,8 +177,9 @@ class Consumer {
                                                     const uint32_t (&p)[C::kScores / 2],
                                                     float (&output)[C::kOutputs]) {
     const Span& span = item.span;
+    const Descriptor v = described_values();
     wait_for_values(span, span.first_tile);
-    multiply_values<T, C>(p, shared_.v(values_.stage), span.first_tile == last_tile, output);
+    multiply_values<T, C>(p, v, span.first_tile == last_tile, output);
   }
   __device__ __forceinline__ void end_last_values(float (&output)[C::kOutputs]) {
     wait_products<0>();
@@ -224,19 +231,19 @@ class Consumer {
   }
 
   // From scores to P, in place. Lets go of the tile of K.
-  template <bool kPlain = false>
+  template <Look kLook = Look::kBounds>
   __device__ __forceinline__ Raise weigh(int tile, float (&scores)[C::kScores], RowState& state) {
     float factor = plan_.factor;
     if constexpr (C::kGeneral) {
       generalise(scores);
       factor = 1.f;
-    } else if (!kPlain && plan_.mask_per_key && *shared_.biased(keys_.stage)) {
+    } else if (kLook != Look::kNone && plan_.mask_per_key && *shared_.biased(keys_.stage)) {
       add_key_biases<C>(lane_, factor, 1.f, shared_.biases(keys_.stage), scores);
       factor = 1.f;
     }
     release(shared_.k_free(keys_.stage));
     keys_.advance();
-    if constexpr (!kPlain) {
+    if constexpr (kLook == Look::kBounds) {
       const int first_key = tile * C::kKeys;
       const Item& at = item();
       const int first_query = at.work.first_query + lane_.group * 64;
@@ -321,6 +328,17 @@ class Consumer {
   }
   __device__ __forceinline__ void end_turn() {
     if constexpr (C::kTurns) named_arrive(1 + (lane_.group + 1) % C::kGroups, 256);
+  }
+
+  // The tiles at hand, for products.
+  __device__ __forceinline__ Descriptor described_queries() const {
+    return described_by_rows<C>(queries(queries_.stage)).uniform();
+  }
+  __device__ __forceinline__ Descriptor described_keys() const {
+    return described_by_rows<C>(shared_.k(keys_.stage)).uniform();
+  }
+  __device__ __forceinline__ Descriptor described_values() const {
+    return described_by_features<C>(shared_.v(values_.stage)).uniform();
   }
 
   // The tile of queries at hand.

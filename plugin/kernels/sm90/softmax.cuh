@@ -69,16 +69,25 @@ __device__ __forceinline__ Raise raise_maxima(const float (&scores)[C::kScores],
   return raise;
 }
 
+// The rows' sums, in two chains each: head size 64 waits for a single one (526 instead of 544
+// TFLOP/s).
+template <class C>
+__device__ __forceinline__ void add_up(const float (&scores)[C::kScores], RowState& state) {
+  float sums[2][2] = {};
+#pragma unroll
+  for (int i = 0; i < C::kScores; ++i) sums[i / 2 % 2][i / 4 % 2] += scores[i];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) state.sum[h] += sums[h][0] + sums[h][1];
+}
+
 // scores = P = 2^(factor * scores - maximum), and the rows' sums.
 template <class C>
 __device__ __forceinline__ void exponentiate(float factor, float (&scores)[C::kScores],
                                              RowState& state) {
 #pragma unroll
-  for (int i = 0; i < C::kScores; ++i) {
-    const int h = i / 2 % 2;
-    scores[i] = exp2_approximate(fmaf(scores[i], factor, -state.maximum[h]));
-    state.sum[h] += scores[i];
-  }
+  for (int i = 0; i < C::kScores; ++i)
+    scores[i] = exp2_approximate(fmaf(scores[i], factor, -state.maximum[i / 2 % 2]));
+  add_up<C>(scores, state);
 }
 
 // As well for scores in powers of 4.
@@ -97,8 +106,7 @@ __device__ __forceinline__ void exponentiate_fours(float (&scores)[C::kScores], 
     for (int i = 0; i < C::kScores; ++i)
       scores[i] = exp2_approximate(fmaf(scores[i], 2.f, minus[i / 2 % 2]));
   }
-#pragma unroll
-  for (int i = 0; i < C::kScores; ++i) state.sum[i / 2 % 2] += scores[i];
+  add_up<C>(scores, state);
 }
 
 // P as the A operand: accumulators of two 8-column groups are one 16-key operand.
