@@ -56,7 +56,8 @@ class Decoder:
 
     def _bind(self, name: str, buffer: Buffer, bind: Any) -> None:
         kind = helper.np_dtype_to_tensor_dtype(buffer.dtype)
-        bind(name, self.device, 0, kind, buffer.shape, address(buffer.view))
+        where = address(buffer.view) or address(buffer.bytes)  # torch has no address of nothing
+        bind(name, self.device, 0, kind, buffer.shape, where)
 
     def run(self, case: CacheCase, inputs: dict[str, Array]) -> dict[str, Array]:
         """One run with other inputs, except for the caches, which stay where and as they are."""
