@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,6 @@ from trt_models import attributes_of
 from varlen_cases import VarlenCase
 
 _CASES = [*cache_cases.ALL, *varlen_cases.ALL]
-_NO_KERNEL = re.compile(r"does not support (cu_seqlens|a block table)")
 
 
 @pytest.fixture(scope="module")
@@ -128,15 +126,10 @@ def test_creator_refuses(host: Host, operator: str, wrong: dict[str, Any], reaso
 
 def test_every_case_is_built(host: Host) -> None:
     """Types, shapes, formats and a plan; restored exactly."""
-    planned = 0
     for case in _CASES:
         result, _ = host.do(job_of(case, larger(case)))
-        if _NO_KERNEL.search(result.failure):
-            continue
         assert not result.failure, (case.id, result.failure)
         assert result.fields["planned_workspace"] == max(result.workspaces), case.id
-        planned += 1
-    assert planned > 100
 
 
 @pytest.mark.gpu
@@ -146,8 +139,6 @@ def test_enqueue(host: Host, case: CacheCase | VarlenCase) -> None:
     variants = (case, larger(case))
     job = job_of(*variants)
     result, data = host.do(job, gpu=True)
-    if _NO_KERNEL.search(result.failure):
-        pytest.skip("no CUDA kernel of this build takes ragged batches or pages")
     assert not result.failure
     for variant, shapes in zip(variants, job.shapes, strict=True):
         outputs, data = shapes.read(data)
