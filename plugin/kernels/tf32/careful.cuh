@@ -48,48 +48,49 @@ __device__ __forceinline__ void multiply_keys_carefully(const Lane& lane, uint32
   }
 }
 
-// As multiply_values; `values`: the tile in shared memory.
+// As multiply_values; `values`: the tile in shared memory. P is indexed at run time, and so in
+// memory: this is rare, and must not be long to compile.
 template <class C>
 __device__ __forceinline__ void multiply_values_carefully(const Lane& lane, const Scores<C>& scores,
                                                           float factor, uint32_t values,
                                                           RowState<C>& state) {
+  float p[C::kRun][C::kRowTiles][2];
 #pragma unroll
   for (int i = 0; i < C::kRun; ++i) {
-    float p[C::kRowTiles][2];
 #pragma unroll
     for (int r = 0; r < C::kRowTiles; ++r) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float score = scores.at[r][i / 2][2 * h + i % 2];
         const float x = exp2_approximate(fmaf(score, factor, -state.maximum[r][h]));
-        p[r][h] = score == -INFINITY ? __uint_as_float(kMasked) : x;
-        state.sum[r][h] += p[r][h];
+        p[i][r][h] = score == -INFINITY ? __uint_as_float(kMasked) : x;
+        state.sum[r][h] += p[i][r][h];
       }
     }
+  }
 #pragma unroll 1
-    for (int run = 0; run < 4; ++run) {  // whose thread has the key's scores
-      float weight[C::kRowTiles][2];
+  for (int key = 0; key < C::kKeys; ++key) {
+    const int source = (lane.lane & ~3) | key / C::kRun;  // the thread that has the key's scores
+    float weight[C::kRowTiles][2];
+#pragma unroll
+    for (int r = 0; r < C::kRowTiles; ++r) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        weight[r][h] = __shfl_sync(0xffffffffu, p[key % C::kRun][r][h], source);
+    }
+#pragma unroll
+    for (int d = 0; d < C::kDimTiles; d += 2) {
+      const float4 v = load_floats(values + KeyLayout<C>::offset(key, 2 * d + lane.quad));
 #pragma unroll
       for (int r = 0; r < C::kRowTiles; ++r) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
-          weight[r][h] = __shfl_sync(0xffffffffu, p[r][h], (lane.lane & ~3) | run);
-      }
-#pragma unroll
-      for (int d = 0; d < C::kDimTiles; d += 2) {
-        const float4 v =
-            load_floats(values + KeyLayout<C>::offset(run * C::kRun + i, 2 * d + lane.quad));
-#pragma unroll
-        for (int r = 0; r < C::kRowTiles; ++r) {
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            if (__float_as_uint(weight[r][h]) == kMasked) continue;
-            float (&a)[4] = state.output[r][d], (&b)[4] = state.output[r][d + 1];
-            a[2 * h] = fmaf(weight[r][h], v.x, a[2 * h]);
-            b[2 * h] = fmaf(weight[r][h], v.y, b[2 * h]);
-            a[2 * h + 1] = fmaf(weight[r][h], v.z, a[2 * h + 1]);
-            b[2 * h + 1] = fmaf(weight[r][h], v.w, b[2 * h + 1]);
-          }
+        for (int h = 0; h < 2; ++h) {
+          if (__float_as_uint(weight[r][h]) == kMasked) continue;
+          float (&a)[4] = state.output[r][d], (&b)[4] = state.output[r][d + 1];
+          a[2 * h] = fmaf(weight[r][h], v.x, a[2 * h]);
+          b[2 * h] = fmaf(weight[r][h], v.y, b[2 * h]);
+          a[2 * h + 1] = fmaf(weight[r][h], v.z, a[2 * h + 1]);
+          b[2 * h + 1] = fmaf(weight[r][h], v.w, b[2 * h + 1]);
         }
       }
     }

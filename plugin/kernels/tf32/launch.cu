@@ -14,8 +14,7 @@ const char* refusal(const Params& params) {
   // 91, RTX 5090 (12.0) 105 and 105.
   const int arch = params.device.arch;
   if (arch != 80 && arch != 90 && arch / 10 != 10) {
-    return "is for compute capability 8.0, 9.0 and 10.x, where three TF32 products cost less than "
-           "one";
+    return "is for compute capability 8.0, 9.0 and 10.x, whose TF32 is fast enough";
   }
   // Measured on an H200: up to here simt's split keys beat one block for each head.
   constexpr int64_t kFewHeads = 64, kFewQueries = 128, kManyKeys = 2048;

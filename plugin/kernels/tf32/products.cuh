@@ -59,17 +59,19 @@ __device__ __forceinline__ void multiply_values(const Scores<C>& scores, float f
                                                 uint32_t values, RowState<C>& state) {
   Split<4> p[C::kKeyTiles][C::kRowTiles];
 #pragma unroll
-  for (int n = 0; n < C::kKeyTiles; ++n) {
+  for (int r = 0; r < C::kRowTiles; ++r) {
+    float sum[2] = {};  // of the tile: one by one, small P would be lost beside the row's sum
 #pragma unroll
-    for (int r = 0; r < C::kRowTiles; ++r) {
+    for (int n = 0; n < C::kKeyTiles; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float x =
             exp2_approximate(fmaf(scores.at[r][n][i], factor, -state.maximum[r][i / 2]));
-        state.sum[r][i / 2] += x;
+        sum[i / 2] += x;
         p[n][r].set(i % 2 * 2 + i / 2, x);
       }
     }
+    state.sum[r][0] += sum[0], state.sum[r][1] += sum[1];
   }
   const uint32_t even = values, odd = (values ^ 16) + KeyLayout<C>::kRowBytes;
 #pragma unroll
