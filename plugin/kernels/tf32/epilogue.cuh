@@ -7,33 +7,38 @@
 
 namespace flashonnx::tf32 {
 
-// Stores a warp's rows, 4 features of each 16 a thread.
+// Stores a warp's rows, 4 features of each 16 a thread; where that cannot be done at once, by way
+// of `staging`, the warp's own rows of Q's tile, in a loop that is short to compile.
 template <class C>
 __device__ __forceinline__ void store_rows(const Problem& p, const Plan& plan, const Lane& lane,
-                                           int64_t at, int rows, const RowState<C>& state) {
+                                           int64_t at, int rows, const RowState<C>& state,
+                                           float* staging) {
+  float* const to = plan.o_vectors ? static_cast<float*>(p.o.data) + at : staging;
+  const int64_t stride = plan.o_vectors ? p.o.row : C::kDim;
+  const int dim = plan.o_vectors ? p.value_dim : C::kDim;
 #pragma unroll
   for (int r = 0; r < C::kRowTiles; ++r) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = r * 16 + h * 8 + lane.row;
-      if (row >= rows) continue;
 #pragma unroll
       for (int d = 0; d < C::kDimTiles; d += 2) {
         const int feature = 8 * d + 4 * lane.quad;
         const float (&a)[4] = state.output[r][d], (&b)[4] = state.output[r][d + 1];
-        const float4 x = {a[2 * h], b[2 * h], a[2 * h + 1], b[2 * h + 1]};
-        const int64_t to = at + row * p.o.row + feature;
-        if (plan.o_vectors) {
-          if (feature < p.value_dim)
-            *reinterpret_cast<float4*>(static_cast<float*>(p.o.data) + to) = x;
-        } else {
-          if (feature < p.value_dim) store_element(p, to, x.x);
-          if (feature + 1 < p.value_dim) store_element(p, to + 1, x.y);
-          if (feature + 2 < p.value_dim) store_element(p, to + 2, x.z);
-          if (feature + 3 < p.value_dim) store_element(p, to + 3, x.w);
+        if (row < rows && feature < dim) {
+          *reinterpret_cast<float4*>(to + row * stride + feature) =
+              float4{a[2 * h], b[2 * h], a[2 * h + 1], b[2 * h + 1]};
         }
       }
     }
+  }
+  if (plan.o_vectors) return;
+  __syncwarp();
+#pragma unroll 1
+  for (int row = 0; row < min(rows, C::kWarpQueries); ++row) {
+#pragma unroll 1
+    for (int d = lane.lane; d < p.value_dim; d += 32)
+      store_element(p, at + row * p.o.row + d, staging[row * C::kDim + d]);
   }
 }
 
@@ -67,7 +72,7 @@ __device__ __forceinline__ void store_means(const Problem& p, const Lane& lane, 
   }
 }
 
-// Everything after the last key. `scratch`: shared memory that nobody uses any more.
+// Everything after the last key. `scratch`: Q's tile, of which every warp has read its own rows.
 template <class C>
 __device__ __forceinline__ void finish(const Problem& p, const Plan& plan, const Lane& lane,
                                        RowState<C>& state, float* scratch) {
@@ -95,7 +100,8 @@ __device__ __forceinline__ void finish(const Problem& p, const Plan& plan, const
     }
   }
   const int64_t at = work.batch * p.o.batch + work.head * p.o.head + first * p.o.row;
-  store_rows<C>(p, plan, lane, at, p.q_length - first, state);
+  store_rows<C>(p, plan, lane, at, p.q_length - first, state,
+                scratch + lane.warp * C::kWarpQueries * C::kDim);
   if (p.empty_row_mean) store_means<C>(p, lane, work, empty, scratch);
 }
 
