@@ -48,7 +48,8 @@ __device__ __forceinline__ void multiply_keys_carefully(const Lane& lane, uint32
   }
 }
 
-// As multiply_values; `values`: the tile in shared memory. P is indexed at run time, and so in
+// As multiply_values, but for P, which is at most 1: where V is as large as float32 goes, 2^kSlack
+// would be too much. `values`: the tile in shared memory. P is indexed at run time, and so in
 // memory: this is rare, and must not be long to compile.
 template <class C>
 __device__ __forceinline__ void multiply_values_carefully(const Lane& lane, const Scores<C>& scores,
@@ -62,7 +63,8 @@ __device__ __forceinline__ void multiply_values_carefully(const Lane& lane, cons
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float score = scores.at[r][i / 2][2 * h + i % 2];
-        const float x = exp2_approximate(fmaf(score, factor, -state.maximum[r][h]));
+        const float x =
+            exp2_approximate(fmaf(score, factor, -(state.maximum[r][h] + sm80::kSlack)));
         p[i][r][h] = score == -INFINITY ? __uint_as_float(kMasked) : x;
         state.sum[r][h] += p[i][r][h];
       }
@@ -94,6 +96,16 @@ __device__ __forceinline__ void multiply_values_carefully(const Lane& lane, cons
         }
       }
     }
+  }
+}
+
+// The maxima that P and the sums are relative to.
+template <class C>
+__device__ __forceinline__ void end_carefully(RowState<C>& state) {
+#pragma unroll
+  for (int r = 0; r < C::kRowTiles; ++r) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) state.maximum[r][h] += sm80::kSlack;
   }
 }
 

@@ -64,7 +64,6 @@ __device__ __forceinline__ void store_means(const Problem& p, const Lane& lane, 
       for (uint32_t rows = empty[r][h] & 0x11111111u; rows != 0; rows &= rows - 1) {
         const int query =
             work.first_query + lane.warp * C::kWarpQueries + r * 16 + h * 8 + (__ffs(rows) - 1) / 4;
-        if (query >= p.q_length) continue;
         const int64_t at = work.batch * p.o.batch + work.head * p.o.head + query * p.o.row;
         for (int d = lane.lane; d < p.value_dim; d += 32) store_element(p, at + d, scratch[d]);
       }
@@ -90,8 +89,8 @@ __device__ __forceinline__ void finish(const Problem& p, const Plan& plan, const
         state.output[r][d][2 * h] *= scale;
         state.output[r][d][2 * h + 1] *= scale;
       }
-      empty[r][h] = __ballot_sync(0xffffffffu, sum == 0.f);
       const int query = first + r * 16 + h * 8 + lane.row;
+      empty[r][h] = __ballot_sync(0xffffffffu, sum == 0.f && query < p.q_length);
       if (p.lse.data && lane.quad == 0 && query < p.q_length) {
         float* lse = static_cast<float*>(p.lse.data) + work.batch * p.lse.batch +
                      work.head * p.lse.head + query * p.lse.row;

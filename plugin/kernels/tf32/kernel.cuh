@@ -171,6 +171,7 @@ __device__ __forceinline__ void walk(const Block<C>& block, RowState<C>& state) 
     }
     if (kGeneral && more) biased = biases.store(tile - 1);
   }
+  if constexpr (kCareful) end_carefully<C>(state);
 }
 
 // A function of its own, so that its needs do not show in the registers of the other walk.

@@ -16,8 +16,10 @@ const char* refusal(const Params& params) {
   if (arch != 80 && arch != 90 && arch / 10 != 10) {
     return "is for compute capability 8.0, 9.0 and 10.x, whose TF32 is fast enough";
   }
-  // Measured on an H200: up to here simt's split keys beat one block for each head.
-  constexpr int64_t kFewHeads = 64, kFewQueries = 128, kManyKeys = 2048;
+  // Measured on an H200: simt is faster on few queries, and, as it splits their keys, where there
+  // are so few tiles of queries that most of the device idles.
+  constexpr int64_t kManyKeys = 512, kTileQueries = 128;
+  const int64_t few_queries = std::max(params.head_dim, params.value_dim) <= 64 ? 4 : 64;
   const int64_t heads = params.batch * params.q_heads;
   if (params.q_length > kMaxPositions || params.kv_length > kMaxPositions - params.q_length) {
     return "counts queries and keys together up to 2^31";
@@ -30,8 +32,10 @@ const char* refusal(const Params& params) {
   if (params.mask.dtype == FLASHONNX_BFLOAT16 && mask_per_query) {
     return "takes no bfloat16 mask with a row per query";
   }
-  if (!params.fixed_split && heads <= kFewHeads && heads * params.q_length <= kFewQueries &&
-      params.kv_length >= kManyKeys) {
+  const int64_t tiles = (params.q_length + kTileQueries - 1) / kTileQueries * heads;
+  const bool idle = 5 * tiles < 3 * int64_t{params.device.sm_count};
+  if (params.q_length <= few_queries ||
+      (idle && params.kv_length >= kManyKeys && !params.fixed_split)) {
     return "does not split the keys of few queries";
   }
   return nullptr;
