@@ -20,6 +20,7 @@ namespace {
 
 constexpr uint32_t kAllFloats =
     1u << FLASHONNX_FLOAT32 | 1u << FLASHONNX_FLOAT16 | 1u << FLASHONNX_BFLOAT16;
+constexpr uint32_t kFloat32 = 1u << FLASHONNX_FLOAT32;
 constexpr uint32_t kHalves = 1u << FLASHONNX_FLOAT16 | 1u << FLASHONNX_BFLOAT16;
 constexpr uint32_t kOperator = kMask | kKeyLengths | kCausal | kWindow | kSoftcap | kSinks | kLse |
                                kEmptyRowMean | kFixedSplit | kOutputDtype;
@@ -33,6 +34,8 @@ constexpr Kernel kTable[] = {
 #ifdef FLASHONNX_WITH_CUDA
     {"sm80", FLASHONNX_CUDA, 80, kAnyArch, kHalves, 256, kOperator | kRagged | kPages, nullptr,
      nullptr, sm80::launch, sm80::refusal},
+    {"tf32", FLASHONNX_CUDA, 80, kAnyArch, kFloat32, 128, kOperator, nullptr, nullptr, tf32::launch,
+     tf32::refusal},
     {"simt", FLASHONNX_CUDA, 80, kAnyArch, kAllFloats, 512, kOperator | kRagged | kPages,
      simt::workspace, simt::workspace, simt::launch, simt::refusal},
 #endif

@@ -85,6 +85,11 @@ flashonnx_status launch(const Params& params, void* workspace, void* stream);
 const char* refusal(const Params& params);
 }  // namespace sm90
 
+namespace tf32 {
+flashonnx_status launch(const Params& params, void* workspace, void* stream);
+const char* refusal(const Params& params);
+}  // namespace tf32
+
 namespace simt {
 flashonnx_status launch(const Params& params, void* workspace, void* stream);
 int64_t workspace(const Params& params);
