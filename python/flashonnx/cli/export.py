@@ -71,6 +71,8 @@ def export(
     """
     import flashonnx
 
+    if importlib.util.find_spec("torch") is None:
+        raise ImportError("export needs PyTorch: pip install 'flashonnx[torch]'")
     check_writable(output)
     files = report_files(report, KINDS, output.with_suffix(".report"))
     with working(f"exporting {source}"):
