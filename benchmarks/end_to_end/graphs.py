@@ -56,10 +56,23 @@ def ours(model: onnx.ModelProto, attentions: int) -> onnx.ModelProto:
 
 def typed(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model with the types and shapes of what ONNX Runtime's own operators make, which ONNX does not know."""
+    import onnx
+    from onnx import helper
     from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
 
+    bare, result = onnx.ModelProto(), onnx.ModelProto()
+    bare.CopyFrom(model)
+    result.CopyFrom(model)
+    del bare.graph.initializer[:]
+    for proto in model.graph.initializer:  # what lies outside need not be there yet
+        if proto.data_location == onnx.TensorProto.EXTERNAL:
+            bare.graph.input.append(helper.make_tensor_value_info(proto.name, proto.data_type, proto.dims))
+        else:
+            bare.graph.initializer.append(proto)
     with contextlib.redirect_stdout(io.StringIO()):
-        result: onnx.ModelProto = SymbolicShapeInference.infer_shapes(model, auto_merge=True)
+        known = SymbolicShapeInference.infer_shapes(bare, auto_merge=True).graph.value_info
+    del result.graph.value_info[:]
+    result.graph.value_info.extend(known)
     return result
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -158,9 +159,9 @@ def _build(subject: Subject, attention: str, values: bool) -> torch.nn.Module:
             model = getattr(transformers, prefix + suffix)(config, **extra).eval()
     finally:
         torch.set_default_dtype(before)
-    draw = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))  # the same whatever else gets values
             parameter.requires_grad_(False)
             if parameter.ndim == 1 and "norm" in name.lower() and name.endswith("weight"):
                 parameter.fill_(1)
