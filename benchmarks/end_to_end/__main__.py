@@ -1,4 +1,4 @@
-"""`python -m benchmarks.end_to_end prepare FOLDER`, then `python -m benchmarks.end_to_end run FOLDER --output FILE.csv`.
+"""`python -m benchmarks.end_to_end prepare FOLDER`, then `python -m benchmarks.end_to_end run FOLDER --output FILE`.
 
 The two may be on different machines: `prepare` needs PyTorch, transformers and ONNX Runtime but no GPU, and with
 --no-weights its folder is small; `run` fills in random weights that are missing.
@@ -34,7 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.end_to_end", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.end_to_end",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     steps = parser.add_subparsers(dest="step", required=True)
     names = ", ".join(subject.name for subject in models.SUBJECTS)
@@ -78,11 +80,16 @@ def _run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         results.append(options.output, made)
         for row in made:
             if row.median_ms is not None:
-                ratio = "" if row.over_plain is None else f"{row.over_plain:.2f}x plain"
-                error = "" if row.error is None else f"error {row.error:.1e}"
-                memory = "" if row.device_mib is None else f"{row.device_mib:.0f} MiB"
-                _say(f"{row.subject:15} {row.launch:6} {row.variant:26} {row.median_ms:8.3f} ms {ratio:12} {memory} {error}")
+                _say(_line(row))
     return 0
+
+
+def _line(row: results.Row) -> str:
+    parts = [f"{row.subject:15} {row.launch:6} {row.variant:26} {row.median_ms:8.3f} ms"]
+    parts += [] if row.over_plain is None else [f"{row.over_plain:.2f}x plain"]
+    parts += [] if row.device_mib is None else [f"{row.device_mib:.0f} MiB"]
+    parts += [] if row.error is None else [f"error {row.error:.1e}"]
+    return "  ".join(parts)
 
 
 def _say(text: str) -> None:

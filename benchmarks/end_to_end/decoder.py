@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from benchmarks.end_to_end import weights
 from benchmarks.end_to_end.models import Subject
 
@@ -30,7 +31,7 @@ class _Builder:
         from onnx import helper
 
         self._subject, self._config, self._places = subject, subject.config, places
-        self._parameters = {name: value for name, value in module.named_parameters()}
+        self._parameters = dict(module.named_parameters())
         self._kind = helper.np_dtype_to_tensor_dtype(np.dtype(subject.dtype))
         self._nodes: list[onnx.NodeProto] = []
         self._constants: dict[str, onnx.TensorProto] = {}
@@ -86,7 +87,7 @@ class _Builder:
         return x, self._node("MatMul", [product, self._weight(f"{name}.mlp.down_proj")])
 
     def _normalised(self, name: str, x: str, delta: str) -> tuple[str, str]:
-        """x + delta, and that normalised."""
+        """The sum of both, and that normalised."""
         weight, epsilon = self._weight(name), self._config["rms_norm_eps"]
         if not delta:
             out = self._node("SimplifiedLayerNormalization", [x, weight], epsilon=epsilon, axis=-1, stash_type=1)

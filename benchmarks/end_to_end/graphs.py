@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 OPSET = 20  # the exporter's own choice
 
 
-class Unfusable(Exception):
+class UnfusableError(Exception):
     """An optimisation found less attention than the model has."""
 
 
@@ -44,13 +44,13 @@ def ours(model: onnx.ModelProto, attentions: int) -> onnx.ModelProto:
     """The model after `flashonnx.fuse`.
 
     Raises:
-        Unfusable: not all of its attention was fused; with the report.
+        UnfusableError: not all of its attention was fused; with the report.
     """
     import flashonnx
 
     fused, report = flashonnx.fuse(model, portable=False)
     if not report.fused == report.total == attentions:
-        raise Unfusable(f"{report.fused} of {report.total} were fused, {attentions} were expected\n{report}")
+        raise UnfusableError(f"{report.fused} of {report.total} were fused, {attentions} were expected\n{report}")
     return fused
 
 
@@ -80,7 +80,7 @@ def without_attention(model: onnx.ModelProto) -> onnx.ModelProto:
     """A fused model whose attention gives its queries back: the time that no attention kernel can save.
 
     Raises:
-        Unfusable: a node has no queries of its own.
+        UnfusableError: a node has no queries of its own.
     """
     import onnx
 
@@ -90,7 +90,7 @@ def without_attention(model: onnx.ModelProto) -> onnx.ModelProto:
         if node.domain != "flashonnx":
             continue
         if len(node.input) < 3 or not node.input[2]:
-            raise Unfusable(f"{node.name} has packed projections")
+            raise UnfusableError(f"{node.name} has packed projections")
         query, output = node.input[0], node.output[0]
         node.Clear()
         node.op_type = "Identity"
@@ -103,7 +103,7 @@ def multi_head(model: onnx.ModelProto) -> onnx.ModelProto:
     """A fused model with com.microsoft's MultiHeadAttention in place of our nodes, which must have no mask.
 
     Raises:
-        Unfusable: a node does more than that operator can.
+        UnfusableError: a node does more than that operator can.
     """
     import onnx
     from onnx import helper
@@ -117,9 +117,9 @@ def multi_head(model: onnx.ModelProto) -> onnx.ModelProto:
         heads = attributes.get("q_num_heads")
         known = {"q_num_heads", "kv_num_heads", "scale", "is_causal"}
         if len(node.input) != 3 or len(node.output) != 1 or attributes.keys() - known:
-            raise Unfusable(f"{node.name}: inputs {list(node.input)}, attributes {attributes}")
+            raise UnfusableError(f"{node.name}: inputs {list(node.input)}, attributes {attributes}")
         if not heads or heads != attributes.get("kv_num_heads"):
-            raise Unfusable(f"{node.name}: {heads} heads of queries, {attributes.get('kv_num_heads')} of keys")
+            raise UnfusableError(f"{node.name}: {heads} heads of queries, {attributes.get('kv_num_heads')} of keys")
         extra = {"scale": attributes["scale"]} if "scale" in attributes else {}
         causal = attributes.get("is_causal", 0)
         replacement = helper.make_node(

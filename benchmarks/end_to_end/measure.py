@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
+import io
 import json
 import statistics
 from collections.abc import Callable
@@ -105,6 +107,7 @@ def measure(
     for made in weights.fill(paths.values(), settings.device):
         say(f"{made.name}: random weights, {made.stat().st_size >> 20} MiB")
     results, running, outputs = [], {}, {}
+    _wake(settings.device)
     for variant in variants:
         name = variant["name"]
         for suffix in ("", CUDNN) if settings.device == "cuda" and name.startswith("ort-") else ("",):
@@ -191,11 +194,31 @@ def _start(path: Path, subject: Subject, settings: Settings, *, cudnn: bool) -> 
         torch.cuda.synchronize()  # ONNX Runtime's stream does not wait for PyTorch's
 
     def run() -> None:
-        session.run_with_iobinding(binding)  # returns when the device is done
+        session.run_with_iobinding(binding)
+        if settings.device == "cuda":
+            torch.cuda.synchronize()
 
     for _ in range(2):  # a CUDA graph is captured in the first
         run()
     return _Running(run, output, (session, binding, *keep))
+
+
+def _wake(device: str) -> None:
+    """Loads CUDA's libraries, so that their memory does not count as the first session's."""
+    import numpy as np
+    import onnxruntime
+    from onnx import TensorProto, helper
+
+    if device == "cpu":
+        return
+    square = [helper.make_tensor_value_info(name, TensorProto.FLOAT16, [64, 64]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "x"], ["y"])], "wake", square[:1], square[1:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    if hasattr(onnxruntime, "preload_dlls"):
+        with contextlib.redirect_stdout(io.StringIO()):
+            onnxruntime.preload_dlls()
+    session = onnxruntime.InferenceSession(model.SerializeToString(), _options(), providers=["CUDAExecutionProvider"])
+    session.run(None, {"x": np.ones((64, 64), np.float16)})
 
 
 def _options() -> Any:

@@ -118,7 +118,13 @@ SUBJECTS = (
 TINY = (
     Subject("tinybert-b2-s24", "bert", 2, 24, {**_TINY, "vocab_size": 1000}),
     Subject("tinyvit-b2", "vit", 2, 32, {**_TINY, "image_size": 32, "patch_size": 8}),
-    Subject("tinyllama-s24", "llama", 1, 24, {**_LLAMA, **_TINY, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 1000}),
+    Subject(
+        "tinyllama-s24",
+        "llama",
+        1,
+        24,
+        {**_LLAMA, **_TINY, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 1000},
+    ),
 )
 
 
@@ -165,8 +171,6 @@ def _build(subject: Subject, attention: str, values: bool) -> torch.nn.Module:
             parameter.requires_grad_(False)
             if parameter.ndim == 1 and "norm" in name.lower() and name.endswith("weight"):
                 parameter.fill_(1)
-            elif parameter.ndim == 1:
-                parameter.copy_(torch.randn(parameter.shape, generator=draw) * subject.spread)
             elif values or parameter.numel() < LIMIT:
                 parameter.copy_(torch.randn(parameter.shape, generator=draw) * subject.spread)
     return model

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.end_to_end import decoder, graphs, optimizer, weights
-from benchmarks.end_to_end.graphs import Unfusable
+from benchmarks.end_to_end.graphs import UnfusableError
 from benchmarks.end_to_end.models import Subject
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import onnx
 
 TOLERANCE = 2e-4  # of the root mean square, in float32
+_CHECKED: dict[str, dict[str, float]] = {}  # by the file of weights: subjects that share one differ in size alone
 BASE = "plain"  # what all others must agree with
 
 
@@ -46,7 +47,10 @@ def prepare(subject: Subject, folder: Path, say: Callable[[str], None] = print) 
     Raises:
         ArithmeticError: graphs of the small model disagree.
     """
-    errors = check(subject.small())
+    small = subject.small()
+    if small.weights not in _CHECKED:
+        _CHECKED[small.weights] = check(small)
+    errors = _CHECKED[small.weights]
     say(f"{subject.name}: two layers in float32 agree to " + ", ".join(f"{k} {v:.1e}" for k, v in errors.items()))
     module = subject.module(values=False)
     made = variants(subject, module, weights.layout(module))
@@ -77,10 +81,18 @@ def variants(subject: Subject, module: Any, places: dict[str, weights.Matrix]) -
         fused = _try(name, f"flashonnx.fuse of '{base.name}'", lambda model=base.model: graphs.ours(model, layers))
         made.append(fused)
         if fused.model is not None:
-            less = _try(f"{name}-no-attention", "queries for answers", lambda model=fused.model: graphs.without_attention(model))
+            less = _try(
+                f"{name}-no-attention", "queries for answers", lambda model=fused.model: graphs.without_attention(model)
+            )
             made.append(dataclasses.replace(less, same=False))
         if base.name == "ort-attention" and fused.model is not None and subject.family == "vit":
-            best.append(_try("ort-mha", f"MultiHeadAttention where '{name}' has our operator", lambda model=fused.model: graphs.multi_head(model)))
+            best.append(
+                _try(
+                    "ort-mha",
+                    f"MultiHeadAttention where '{name}' has our operator",
+                    lambda model=fused.model: graphs.multi_head(model),
+                )
+            )
     return made + best
 
 
@@ -89,8 +101,8 @@ def _best(subject: Subject, module: Any, places: dict[str, weights.Matrix]) -> l
         model = decoder.build(subject, module, places)
         return [Variant("ort-gqa", model, "as onnxruntime-genai's builder writes it")]
     made = []
-    for multi_head in (False, True) if subject.family == "bert" else (False,):
-        model, found = optimizer.optimize(subject, places, multi_head=multi_head)
+    forms = (False, True) if subject.family == "bert" else (False,)
+    for multi_head, (model, found) in zip(forms, optimizer.optimize(subject, places, forms), strict=True):
         note = "onnxruntime.transformers.optimizer: " + ", ".join(f"{n} {name}" for name, n in found.items())
         made.append(Variant("ort-mha" if multi_head else "ort-attention", graphs.typed(model), note))
     return made
@@ -99,7 +111,7 @@ def _best(subject: Subject, module: Any, places: dict[str, weights.Matrix]) -> l
 def _try(name: str, note: str, make: Callable[[], onnx.ModelProto]) -> Variant:
     try:
         return Variant(name, make(), note)
-    except Unfusable as error:
+    except UnfusableError as error:
         return Variant(name, None, str(error))
 
 
@@ -112,8 +124,6 @@ def check(subject: Subject) -> dict[str, float]:
     Raises:
         ArithmeticError: one is wrong, with its name.
     """
-    import numpy as np
-
     module = subject.module()
     places = weights.layout(module)
     outputs: dict[str, np.ndarray] = {}

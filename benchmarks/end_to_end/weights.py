@@ -1,7 +1,7 @@
 """Weights that several graphs share: one file, the same name at the same place in each, filled with random numbers.
 
-A graph of a model with 1.5 billion parameters is a few hundred kilobytes without them, and what it costs does not depend
-on their values. So graphs refer to a file that need not exist before they run.
+A graph of a model with 1.5 billion parameters is a few megabytes without them, and how long it takes does not depend on
+their values. So graphs refer to a file that need not exist before they run.
 """
 
 from __future__ import annotations
