@@ -60,12 +60,14 @@ def test_graphs_share_weights() -> None:
     subject = models.select("tinyllama-s24")[0]
     module = subject.module(values=False)
     places = weights.layout(module)
+    offsets = {"model.model.embed_tokens.weight": "0", "model.lm_head.weight": "131072"}  # behind 128000 bytes
     for model in (graphs.plain(subject, module, places), decoder.build(subject, module, places)):
-        (proto,) = (p for p in model.graph.initializer if p.data_location == onnx.TensorProto.EXTERNAL)
-        assert proto.name == "model.model.embed_tokens.weight" and list(proto.dims) == [1000, 64]
-        assert {item.key: item.value for item in proto.external_data} == {
-            "location": "tinyllama.2.float16.data", "offset": "0", "length": "128000",
-        }  # fmt: skip
+        outside = [p for p in model.graph.initializer if p.data_location == onnx.TensorProto.EXTERNAL]
+        assert {p.name: list(p.dims) for p in outside} == dict(zip(offsets, ([1000, 64], [64, 1000]), strict=True))
+        for proto in outside:
+            assert {item.key: item.value for item in proto.external_data} == {
+                "location": "tinyllama.2.float16.data", "offset": offsets[proto.name], "length": "128000",
+            }  # fmt: skip
 
 
 def test_turned_weights_are_written_turned(tmp_path: Path) -> None:
