@@ -20,8 +20,8 @@ from benchmarks.end_to_end.prepare import BASE, distance
 if TYPE_CHECKING:
     import torch
 
-CUDNN = "+cudnn"  # behind a variant's name: ONNX Runtime's attention is to be cuDNN's
-_SDPA_CUDNN = "8"  # of the CUDA provider's option sdpa_kernel
+ADD = "+add"  # behind a variant's name: biases stay additions, where ONNX Runtime would make a Gemm of fixed sizes
+_DISABLE = ("optimization.disable_specified_optimizers", "MatMulAddFusion")
 _WARM_UP = 3
 
 
@@ -87,9 +87,9 @@ def load(description: Path) -> tuple[Subject, list[dict[str, Any]]]:
 def measure(
     description: Path, settings: Settings, say: Callable[[str], None] = print, kernels: Path | None = None
 ) -> list[Result]:
-    """Every variant that there is, and ONNX Runtime's own once more with cuDNN's attention on a GPU.
+    """Every variant that there is, on a GPU once more without ONNX Runtime's MatMulAddFusion, which is slow there.
 
-    Weights that are missing are made.
+    Weights that are missing are made. ONNX Runtime's operators choose their kernels themselves (cuDNN's on an H200).
 
     Args:
         description: the subject's file of those that `prepare` wrote.
@@ -110,14 +110,14 @@ def measure(
     _wake(settings.device)
     for variant in variants:
         name = variant["name"]
-        for suffix in ("", CUDNN) if settings.device == "cuda" and name.startswith("ort-") else ("",):
+        for suffix in ("", ADD) if settings.device == "cuda" and _has_biases(paths.get(name)) else ("",):
             result = Result(name + suffix, variant["note"], cpu_error=variant["error"])
             results.append(result)
             if not variant["made"]:
                 continue
             free = _free(settings.device)
             try:
-                session = _start(paths[name], subject, settings, cudnn=bool(suffix))
+                session = _start(paths[name], subject, settings, add=bool(suffix))
             except Exception as error:  # of many classes; the others can still be measured
                 result.note = f"ONNX Runtime: {str(error).splitlines()[0][:200]}"
                 say(f"{subject.name}: {result.variant}: {result.note}")
@@ -168,7 +168,7 @@ def speedup(results: list[Result], of: str, over: str) -> float | None:
     return statistics.median(b / a for a, b in zip(times[of], times[over], strict=True))
 
 
-def _start(path: Path, subject: Subject, settings: Settings, *, cudnn: bool) -> _Running:
+def _start(path: Path, subject: Subject, settings: Settings, *, add: bool) -> _Running:
     """A session that has run, with everything bound on the device."""
     import flashonnx
     import torch
@@ -176,10 +176,12 @@ def _start(path: Path, subject: Subject, settings: Settings, *, cudnn: bool) -> 
     providers: list[Any] = ["CPUExecutionProvider"]
     if settings.device == "cuda":
         options = {"arena_extend_strategy": "kSameAsRequested"}  # memory is what was asked for, no power of two
-        options |= {"sdpa_kernel": _SDPA_CUDNN} if cudnn else {}
         options |= {"enable_cuda_graph": "1"} if settings.cuda_graph else {}
         providers.insert(0, ("CUDAExecutionProvider", options))
-    session = flashonnx.session(path, providers, _options())
+    session_options = _options()
+    if add:
+        session_options.add_session_config_entry(*_DISABLE)
+    session = flashonnx.session(path, providers, session_options)
     if settings.device == "cuda" and "CUDAExecutionProvider" not in session.get_providers():
         raise RuntimeError("its CUDA provider cannot be loaded")
     binding, given, keep = session.io_binding(), subject.inputs(), []
@@ -240,6 +242,20 @@ def _bind(bind: Callable[..., None], name: str, x: torch.Tensor) -> None:
 
     kind = np.dtype(str(x.dtype).removeprefix("torch."))
     bind(name, x.device.type, 0, kind, list(x.shape), x.data_ptr())
+
+
+def _has_biases(path: Path | None) -> bool:
+    """Whether a vector is added to what a MatMul makes, so that MatMulAddFusion may have something to do."""
+    import onnx
+
+    if path is None:
+        return False
+    graph = onnx.load(path, load_external_data=False).graph
+    products = {node.output[0] for node in graph.node if node.op_type == "MatMul"}
+    vectors = {proto.name for proto in graph.initializer if len(proto.dims) == 1}
+    return any(
+        node.op_type == "Add" and products & set(node.input) and vectors & set(node.input) for node in graph.node
+    )
 
 
 def _free(device: str) -> int:
