@@ -51,9 +51,9 @@ def test_prepare_and_run(name: str, tmp_path: Path) -> None:
             assert not row["error"] and not row["cpu_error"]
         else:
             assert float(row["error"]) < 3e-3  # two layers in float16, the same weights in all
-    (data,) = tmp_path.glob("*.data")
-    before = data.stat().st_mtime_ns
-    assert main(command) == 0 and data.stat().st_mtime_ns == before  # made once
+    data = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.data")}
+    assert len(data) == (0 if "vit" in name else 1)  # all of the ViT's are small
+    assert main(command) == 0 and all(path.stat().st_mtime_ns == time for path, time in data.items())  # made once
 
 
 def test_graphs_share_weights() -> None:

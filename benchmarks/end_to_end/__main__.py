@@ -87,6 +87,7 @@ def _run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 def _line(row: results.Row) -> str:
     parts = [f"{row.subject:15} {row.launch:6} {row.variant:26} {row.median_ms:8.3f} ms"]
     parts += [] if row.over_plain is None else [f"{row.over_plain:.2f}x plain"]
+    parts += [] if row.over_ort is None else [f"{row.over_ort:.2f}x {row.best_ort}"]
     parts += [] if row.device_mib is None else [f"{row.device_mib:.0f} MiB"]
     parts += [] if row.error is None else [f"error {row.error:.1e}"]
     return "  ".join(parts)

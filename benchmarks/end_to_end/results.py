@@ -12,6 +12,8 @@ from benchmarks.end_to_end.measure import Result, Settings, speedup
 from benchmarks.end_to_end.models import Subject
 from benchmarks.environment import Environment
 
+THEIRS = "ort-"  # variants of ONNX Runtime's own begin with it
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -35,6 +37,8 @@ class Row:
     low_ms: float | None
     high_ms: float | None
     over_plain: float | None  # how many times as fast as "plain", median over rounds of pairs
+    over_ort: float | None  # the same against ONNX Runtime's best
+    best_ort: str  # which of its variants that is
     device_mib: float | None
     error: float | None
     cpu_error: float | None
@@ -44,6 +48,8 @@ class Row:
 def rows(subject: Subject, results: Iterable[Result], settings: Settings, where: Environment, clocks: str) -> list[Row]:
     """Rows of what was measured on one subject."""
     results = list(results)
+    theirs = [result for result in results if result.variant.startswith(THEIRS) and result.median_ms is not None]
+    best = min(theirs, key=lambda result: result.median_ms or 0.0).variant if theirs else ""
     return [
         Row(
             **dataclasses.asdict(where),
@@ -60,6 +66,8 @@ def rows(subject: Subject, results: Iterable[Result], settings: Settings, where:
             low_ms=result.low_ms,
             high_ms=result.high_ms,
             over_plain=speedup(results, result.variant, "plain"),
+            over_ort=speedup(results, result.variant, best),
+            best_ort=best,
             device_mib=result.device_mib,
             error=result.error,
             cpu_error=result.cpu_error,
