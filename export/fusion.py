@@ -161,7 +161,8 @@ def _by_rules(fusion: Fusion, candidate: Candidate) -> tuple[Site, ir.Node | Non
                 node.name = candidate.node.name
             return Site(name, candidate.kind, True, rewrite.remark, describe(fusion, node)), node
     if candidate.kind in schema.OPERATORS:  # it is what it shall be, if not in its best form
-        return Site(name, candidate.kind, True, "already fused"), candidate.node
+        became = describe(fusion, candidate.node) if candidate.kind != schema.OP_TYPE else ""
+        return Site(name, candidate.kind, True, "already fused", became), candidate.node
     return left("; ".join(reasons))
 
 

@@ -220,11 +220,23 @@ def test_module_version_and_completion() -> None:
         assert set(done.stdout.split()) == expected, done.stdout + done.stderr
 
 
-def test_what_others_print_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    """Exporters talk; a program that reads --json must not hear it."""
-    from flashonnx.cli._output import working
+CHATTER = """
+import ctypes
+from flashonnx.cli._output import emit, working
 
-    with working("something"):
-        print("chatter")
-    out, err = capsys.readouterr()
-    assert out == "" and "chatter" in err
+libc = ctypes.CDLL(None)
+libc.puts(b"before")
+with working("something"):
+    print("from Python")
+    libc.puts(b"from C")
+libc.puts(b"after")
+libc.fflush(None)
+emit({})
+"""
+
+
+def test_what_others_print_goes_to_stderr() -> None:
+    """Exporters and runtimes talk, in Python and in C; a program that reads --json must not hear it."""
+    done = subprocess.run([sys.executable, "-c", CHATTER], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "before\nafter\n{}\n"
+    assert set(done.stderr.split("\n")) >= {"from Python", "from C"}

@@ -150,3 +150,13 @@ def test_folders_of_transformers(name: str, flashonnx_command: Command) -> None:
         expected = model(**{key: torch.from_numpy(x) for key, x in feeds.items()}, return_dict=True)[0].numpy()
     y = session.run(None, feeds)[0]
     np.testing.assert_allclose(y, expected, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_caches(flashonnx_command: Command) -> None:
+    """A decoder's folder with its caches as inputs and outputs."""
+    small("llama").eval().save_pretrained("folder")
+    done = flashonnx_command.json("export", "hf:folder", "-o", "out.onnx", "--kv-cache", "static")
+    assert done["fused"] == done["total"] == 1
+    inputs = [value.name for value in onnx.load("out.onnx").graph.input]
+    assert inputs == ["input_ids", "cache_lengths", "past_key_values.0.key", "past_key_values.0.value"]

@@ -111,6 +111,63 @@ def test_sizes_of_every_layout(
     assert kernel(library, attention, {"b": 2, "s": 100, "t": 70, "p": 30}, 0) == ("cpu", "")
 
 
+INT = TensorProto.INT32
+
+
+@pytest.mark.parametrize(
+    ("op", "inputs", "names", "attributes", "sizes", "features"),
+    [
+        (
+            "FlashAttentionKVCache",
+            {"q": (HALF, ("b", "s", 128)), "k": (HALF, ("b", "s", 64)), "v": (HALF, ("b", "s", 64)),
+             "kc": (HALF, ("b", 4, "c", 16)), "vc": (HALF, ("b", 4, "c", 16)), "n": (INT, ("b",)),
+             "cos": (HALF, (64, 4)), "sin": (HALF, (64, 4))},
+            ["q", "k", "v", "kc", "vc", "n", "", "", "cos", "sin"],
+            {"q_num_heads": 8, "kv_num_heads": 4},
+            ("b", 8, 4, "s", "c", 0, 16, 16),
+            ["a cache", "rotary", "causal"],
+        ),
+        (
+            "FlashAttentionKVCache",
+            {"q": (HALF, ("t", 128)), "k": (HALF, ("t", 64)), "v": (HALF, ("t", 64)),
+             "kc": (HALF, (50, 32, 4, 16)), "vc": (HALF, (50, 32, 4, 16)), "n": (INT, ("b",)),
+             "table": (INT, ("b", 7)), "ends": (INT, ("e",))},
+            ["q", "k", "v", "kc", "vc", "n", "table", "ends"],
+            {"q_num_heads": 8, "kv_num_heads": 4},
+            ("e - 1", 8, 4, "t", 224, 0, 16, 16),
+            ["a cache", "pages", "packed sequences", "causal"],
+        ),
+        (
+            "FlashAttentionVarlen",
+            {"q": (HALF, ("t", 8, 16)), "k": (HALF, ("u", 4, 16)), "v": (HALF, ("u", 4, 16)),
+             "ends": (INT, (5,)), "key_ends": (INT, (5,))},
+            ["q", "k", "v", "ends", "key_ends"],
+            {"max_q_length": 40},
+            (4, 8, 4, 40, "u", 0, 16, 16),
+            ["packed sequences"],
+        ),
+    ],
+    ids=["cache", "pages", "packed"],
+)  # fmt: skip
+def test_caches_and_packed_sequences(
+    op: str, inputs: Any, names: Any, attributes: Any, sizes: Any, features: Any, library: Library
+) -> None:
+    from flashonnx.cli._attention import kernel
+
+    model = node_model(inputs, names, **attributes)
+    model.graph.node[0].op_type = op
+    (attention,) = attentions(model)
+    assert (attention.op, tuple(attention.sizes.values())[:8], attention.features) == (op, sizes, features)
+    lengths = {"b": 2, "s": 3, "c": 64, "t": 30, "u": 70, "e": 3}
+    assert kernel(library, attention, lengths, 0) == ("cpu", "")
+    name, why = kernel(library, attention, lengths, 90)
+    assert name or why
+    p = attention.params(library, library.device(), lengths)
+    assert (p.q_tokens, p.kv_tokens, p.num_pages, p.page_size, p.cache_capacity, p.rotary_dim) == {
+        "cache": (0, 0, 0, 0, 64, 8), "pages": (30, 0, 50, 32, 224, 0), "packed sequences": (30, 70, 0, 0, 0, 0),
+    }["packed sequences" if op.endswith("Varlen") else features[1] if features[1] == "pages" else "cache"]  # fmt: skip
+
+
 def test_kernels_of_devices_that_are_not_here(library: Library, flashonnx_command: Command) -> None:
     """Float32 and large heads do without tensor cores; a head size of 513 is too large for all."""
     if not with_cuda(library):

@@ -43,6 +43,7 @@ def export_onnx(
     opset: int | None = None,
     portable: bool = True,
     external_data: bool | None = None,
+    kv_cache: str | None = None,
     **kw: Any,
 ) -> Report:
     """Exports a PyTorch model to ONNX with its attention fused into `flashonnx::FlashAttention`.
@@ -56,6 +57,13 @@ def export_onnx(
         opset: of the standard operators, 18 to 25; default 20. FlashAttention itself is the same at any.
         portable: add function bodies, so that the file also runs where the flashonnx library is not registered.
         external_data: weights in `<path>.data` beside the file. Default: only if the model exceeds protobuf's 2 GB.
+        kv_cache: for decoders of transformers, one model for prompts and for single tokens, whose new keys and values
+            `FlashAttentionKVCache` appends to caches. "static": inputs are input_ids (batch, sequence), cache_lengths
+            (batch,) int64, the keys there are, and past_key_values.0.key, .value, ... (batch, heads, capacity, size);
+            outputs are logits and present.0.key, ..., the caches afterwards, to be bound to the same memory. "paged":
+            also block_table (batch, pages) int32, and caches (pages, page_size, heads, size). Prompts of several
+            lengths are padded on the right; what comes next overwrites the padding. `args` may be empty then, and
+            `kwargs` may hold what every call of the model gets, such as logits_to_keep.
         kw: passed on to `torch.onnx.export` (`kwargs`, `input_names`, `output_names`, `custom_translation_table`, ...).
 
     Returns:
@@ -82,6 +90,9 @@ def export_onnx(
     from flashonnx.export.pytorch import nodes as torch_nodes
 
     schema.register_schema()  # torch's exporter makes nodes from schemas
+    if kv_cache is not None:
+        kw |= {"dynamic_shapes": dynamic_shapes, "opset_version": opset}
+        return _with_cache(model, args, target, kv_cache, portable, external_data, kw)
     kw["custom_translation_table"] = torch_nodes.table() | (kw.get("custom_translation_table") or {})
     kw.setdefault("verbose", False)
     kw |= {"dynamo": True, "dynamic_shapes": dynamic_shapes, "opset_version": opset}
@@ -100,6 +111,48 @@ def export_onnx(
     exported, report = converted if converted is not None else convert()
     _write(exported, target, external_data)
     return dataclasses.replace(report, notes=(*notes, *report.notes))
+
+
+def _with_cache(
+    model: Any,
+    args: tuple[Any, ...],
+    target: Path,
+    kind: str,
+    portable: bool,
+    external_data: bool | None,
+    kw: dict[str, Any],
+) -> Report:
+    """export_onnx of a decoder whose caches are inputs and outputs."""
+    from flashonnx.export.operator.cache_schema import KV_CACHE
+    from flashonnx.export.pytorch import kv_cache, transformers_route
+    from flashonnx.export.pytorch import nodes as torch_nodes
+    from flashonnx.export.pytorch.kv_cache import CacheExportError
+
+    torch = _torch()
+    for name in ("dynamic_shapes", "input_names", "output_names"):
+        if kw.pop(name, None) is not None:
+            raise ValueError(f"export_onnx: argument '{name}' is not for kv_cache, which decides it")
+    reason = transformers_route.candidate(model)
+    if reason is not None:
+        why = reason or f"{type(model).__name__} is none"
+        raise CacheExportError(f"export_onnx: kv_cache is for models of transformers: {why}")
+    module, route, arguments = kv_cache.prepared(model, args, kind, dict(kw.pop("kwargs", None) or {}))
+    table = torch_nodes.table() | kv_cache.table() | (kw.pop("custom_translation_table", None) or {})
+    kw = {"verbose": False} | kw | arguments | {"dynamo": True, "custom_translation_table": table}
+    try:
+        with route, _quiet(), _plain_modules(), torch.no_grad():
+            exported = torch.onnx.export(module, **kw).model
+            report = _fuse(exported, portable)
+    except Exception as error:
+        why = transformers_route.why_not(route, error)
+        raise CacheExportError(f"export_onnx: {type(model).__name__} with kv_cache: {why}") from error
+    others = [site for site in report.sites if site.kind != KV_CACHE]
+    if others:
+        raise CacheExportError(f"export_onnx: '{others[0].node}' ({others[0].kind}) attends without kv_cache")
+    _write(exported, target, external_data)
+    sites = tuple(dataclasses.replace(site, kind="attention with a cache", reason="") for site in report.sites)
+    notes = (*(f"transformers: {remark}" for remark in route.remarks), *report.notes)
+    return dataclasses.replace(report, sites=sites, notes=notes)
 
 
 def _by_route(
@@ -135,6 +188,7 @@ def _fuse(model: ir.Model, portable: bool) -> Report:
     """Fuses the whole model in place; the nodes of the translation table come into their best form by it."""
     from flashonnx.export import Report, fusion
     from flashonnx.export.operator import schema
+    from flashonnx.export.operator.cache_schema import KV_CACHE
     from flashonnx.export.pytorch import exporter_faults
 
     exporter_faults.spread_rotary_caches(model)
@@ -142,6 +196,8 @@ def _fuse(model: ir.Model, portable: bool) -> Report:
     caught = [node for node in model.graph.all_nodes() if (node.domain, node.op_type) == ours]
     for node in caught:
         _tidy(node, schema.ATTRIBUTES)
+    for node in [node for node in model.graph.all_nodes() if (node.domain, node.op_type) == (schema.DOMAIN, KV_CACHE)]:
+        _tidy(node, schema.OPERATORS[KV_CACHE], outputs=3)
     kinds = {node.name: _kind(node) for node in caught}
     report = fusion.fuse_ir(model, portable=portable)
     sites = [dataclasses.replace(site, kind=kinds.get(site.node, site.kind)) for site in report.sites]
@@ -182,10 +238,10 @@ def _write(model: ir.Model, path: Path, external_data: bool | None) -> None:
         os.replace(temporary, path)
 
 
-def _tidy(node: ir.Node, defaults: Mapping[str, Any]) -> None:
+def _tidy(node: ir.Node, defaults: Mapping[str, Any], outputs: int = 1) -> None:
     """Drops what torch's exporter adds from the schema: outputs that nobody reads, attributes at their defaults."""
-    if not any(output.uses() or output.is_graph_output() for output in node.outputs[1:]):
-        node.resize_outputs(1)
+    if not any(output.uses() or output.is_graph_output() for output in node.outputs[outputs:]):
+        node.resize_outputs(outputs)
     for name, default in defaults.items():
         if name in node.attributes and node.attributes[name].value == default:
             del node.attributes[name]

@@ -158,12 +158,20 @@ class Functions:
         mean = self._was_eager(module) and sinks is None
         if mean and attention_mask is not None and query.dtype != torch.float32:
             self._remark("queries that see no key get the mean of V, which eager layers in 16 bits give nearly")
-        y = torch.ops.flashonnx.attention(
-            query, key, value, attention_mask, None, None, lengths, sinks,
+        y = self._attention(
+            module, query, key, value, attention_mask, lengths, sinks,
             scale=scaling, softcap=softcap or 0.0, empty_row="mean" if mean else "zero", **attributes,
         )  # fmt: skip
         self._attended(module)
         return y.transpose(1, 2), None
+
+    def _attention(
+        self, module: Any, query: Any, key: Any, value: Any, mask: Any, lengths: Any, sinks: Any, **attributes: Any
+    ) -> Any:
+        """Y (B, Hq, Sq, Dv), by the operator."""
+        import torch
+
+        return torch.ops.flashonnx.attention(query, key, value, mask, None, None, lengths, sinks, **attributes)
 
     def _without_mask(self, module: Any, query: Any, key: Any, is_causal: bool | None) -> Meaning:
         """What a missing mask means: to transformers' own sdpa function the layer's word, to eager ones nothing."""

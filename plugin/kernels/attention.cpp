@@ -31,10 +31,10 @@ constexpr Kernel kTable[] = {
      sm90::refusal},
 #endif
 #ifdef FLASHONNX_WITH_CUDA
-    {"sm80", FLASHONNX_CUDA, 80, kAnyArch, kHalves, 256, kOperator, nullptr, nullptr, sm80::launch,
-     sm80::refusal},
-    {"simt", FLASHONNX_CUDA, 80, kAnyArch, kAllFloats, 512, kOperator, simt::workspace,
-     simt::workspace, simt::launch, simt::refusal},
+    {"sm80", FLASHONNX_CUDA, 80, kAnyArch, kHalves, 256, kOperator | kRagged | kPages, nullptr,
+     nullptr, sm80::launch, sm80::refusal},
+    {"simt", FLASHONNX_CUDA, 80, kAnyArch, kAllFloats, 512, kOperator | kRagged | kPages,
+     simt::workspace, simt::workspace, simt::launch, simt::refusal},
 #endif
     {"cpu", FLASHONNX_CPU, 0, 0, kAllFloats, 512, kOperator | kRagged | kPages, cpu::workspace,
      cpu::workspace, cpu::launch},

@@ -95,8 +95,9 @@ def attention_kv_cache(
         ends = ordered(cu_seqlens_q, len(queries))
         ids = None if position_ids is None else position_ids.reshape(-1)
     else:
-        ends = np.arange(batch + 1) * (len(queries) // max(batch, 1))
-        ids = None if position_ids is None else np.broadcast_to(position_ids, (batch, ends[-1] // max(batch, 1)))
+        length = q.shape[1 if q.ndim == 3 else 2]
+        ends = np.arange(batch + 1) * length
+        ids = None if position_ids is None else np.broadcast_to(position_ids, (batch, length))
         ids = None if ids is None else ids.reshape(-1)
     keys, values = key_cache.copy(), value_cache.copy()
     capacity = keys.shape[2] if block_table is None else block_table.shape[1] * keys.shape[1]
@@ -132,7 +133,6 @@ def attention_kv_cache(
     heads, width = y.shape[1:]
     if ragged:
         return y.reshape(len(y), heads * width) if q.ndim == 2 else y, keys, values, lse.T
-    length = q.shape[1 if q.ndim == 3 else 2]
     lse = lse.reshape(batch, length, heads).swapaxes(1, 2)
     if q.ndim == 4:
         return y.reshape(batch, length, heads, width).swapaxes(1, 2), keys, values, lse

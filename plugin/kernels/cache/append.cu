@@ -170,13 +170,14 @@ __device__ void rotate(T& a, T& b, float cos, float sin) {
 template <class T, int V>
 __device__ void read_table(const flashonnx_tensor& table, int64_t element, float (&out)[V]) {
   if (table.dtype == FLASHONNX_FLOAT32) {
-    const auto* source = static_cast<const float*>(table.data) + element;
+    constexpr int kStep = V < 4 ? V : 4;
 #pragma unroll
-    for (int i = 0; i < V; ++i) out[i] = source[i];
+    for (int i = 0; i < V; i += kStep) load<float, kStep>(table.data, element + i, out + i);
   } else {
-    const auto* source = static_cast<const T*>(table.data) + element;
+    alignas(16) T values[V];
+    load<T, V>(table.data, element, values);
 #pragma unroll
-    for (int i = 0; i < V; ++i) out[i] = to_float(source[i]);
+    for (int i = 0; i < V; ++i) out[i] = to_float(values[i]);
   }
 }
 
@@ -192,7 +193,7 @@ __device__ void rotate_unit(const Job& job, int32_t unit, int64_t position, cons
   }
   // V pairs: features d.. with d + half.., or 2 d with 2 d + 1..
   const int64_t d = int64_t{unit} * V, half = p.rotary_dim / 2;
-  float cos[V], sin[V];
+  alignas(16) float cos[V], sin[V];
   read_table<T, V>(p.rotary_cos, position * p.rotary_cos.stride[0] + d, cos);
   read_table<T, V>(p.rotary_sin, position * p.rotary_sin.stride[0] + d, sin);
   const int64_t first = p.rotary_interleaved ? 2 * d : d;
@@ -306,6 +307,11 @@ bool all_aligned(const Job& job, int64_t size) {
                                  aligned(job.problem.v, p.value_dim, size)));
   if (!job.rotary) return result;
   // A unit is a vector of each half, so both begin at whole vectors, as does what follows them.
+  const int64_t table_size = p.rotary_cos.dtype == FLASHONNX_FLOAT32 ? 4 : size;
+  for (const flashonnx_tensor* table : {&p.rotary_cos, &p.rotary_sin}) {
+    result &= reinterpret_cast<uintptr_t>(table->data) % 16 == 0 &&
+              table->stride[0] * table_size % 16 == 0;
+  }
   return result && aligned(p.q, p.head_dim, size) && aligned(job.problem.q, p.head_dim, size) &&
          p.rotary_dim / 2 * size % 16 == 0;
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from inspect import cleandoc
 from typing import Annotated
 
@@ -62,6 +63,7 @@ def _text(error: Exception) -> str:
 
 def main() -> None:
     """The entry point: every error is one line, never a traceback."""
+    warnings.showwarning = lambda message, *_, **__: fail(f"warning: {message}")
     try:
         app(prog_name="flashonnx")
     except Exception as error:

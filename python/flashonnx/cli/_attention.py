@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashonnx._capi import CPU, CUDA, DTYPES, EMPTY_ROW, Device, Library, Params, Tensor
 from flashonnx._inputs import evaluate
+from flashonnx.cli import _cache
 
 if TYPE_CHECKING:
     import onnx
@@ -32,10 +33,11 @@ _OUTPUTS = ("Y", "present_key", "present_value", "lse")
 
 @dataclass
 class Attention:
-    """A FlashAttention node. Sizes are numbers, names or expressions of names, or None where the model does not say.
+    """A node of flashonnx's. Sizes are numbers, names or expressions of names, or None where the model does not say.
 
     Attributes:
         node: its name.
+        op: its operator.
         dtype: of Q, K and V; "" if not known.
         sizes: batch, q_heads, kv_heads, queries, keys, past, head_dim, value_dim.
         mask: dimensions and type of attn_mask; None without.
@@ -44,6 +46,7 @@ class Attention:
     """
 
     node: str
+    op: str
     dtype: str
     sizes: dict[str, Dim]
     mask: tuple[tuple[Dim, ...], str] | None = None
@@ -53,7 +56,7 @@ class Attention:
     @property
     def features(self) -> list[str]:
         """What it asks for beyond softmax(scale Q Kᵀ) V, in words."""
-        words = ["causal"] if self.attributes.get("is_causal") else []
+        words = ["causal"] if self.is_causal else []
         left, right = (self.attributes.get(f"{side}_window_size", -1) for side in ("left", "right"))
         words += [f"window {left},{right}"] if left >= 0 or right >= 0 else []
         if self.mask is not None:
@@ -63,7 +66,12 @@ class Attention:
         names = {"past_key": "past", "nonpad_kv_seqlen": "lengths", "sinks": "sinks", "lse": "lse"}
         words += [word for name, word in names.items() if name in self.has]
         words += ["mean of empty rows"] if self.attributes.get("empty_row") == "mean" else []
-        return words
+        return _cache.features(self.op, self.has) + words
+
+    @property
+    def is_causal(self) -> int:
+        """As given, or the operator's default."""
+        return int(self.attributes.get("is_causal", self.op == "FlashAttentionKVCache"))
 
     def at(self, lengths: Mapping[str, int]) -> dict[str, int]:
         """Its sizes in numbers.
@@ -111,10 +119,12 @@ class Attention:
             p.sinks = Tensor(None, (c_int64 * 4)(1, 0, 0, 0), DTYPES["float32"])
         if "lse" in self.has:
             p.lse = _heads(DTYPES["float32"], n["q_heads"], n["queries"], 1)
-        p.is_causal, p.softcap = self.attributes.get("is_causal", 0), self.attributes.get("softcap", 0.0)
+        p.is_causal, p.softcap = self.is_causal, self.attributes.get("softcap", 0.0)
         p.window_left = self.attributes.get("left_window_size", -1)
         p.window_right = self.attributes.get("right_window_size", -1)
         p.empty_row = EMPTY_ROW[self.attributes.get("empty_row", "zero")]
+        if self.op != "FlashAttention":
+            _cache.fill(p, self.op, n, kind, self.has, self.attributes)
         return p
 
     def _mask(self, n: Mapping[str, int], lengths: Mapping[str, int]) -> tuple[Tensor, int]:
@@ -149,7 +159,7 @@ def device_of(arch: int) -> Device:
 
 
 def attentions(model: onnx.ModelProto) -> list[Attention]:
-    """The FlashAttention nodes of a model, in order, those of subgraphs before the nodes that have them."""
+    """The nodes of flashonnx's in a model, in order, those of subgraphs before the nodes that have them."""
     import onnx
 
     with contextlib.suppress(Exception):  # if it is damaged, or larger than protobuf allows: what the model itself says
@@ -185,7 +195,7 @@ def _collect(nodes: Any, known: Mapping[str, Any], found: list[Attention]) -> No
         for attribute in node.attribute:
             for inner in (attribute.g, *attribute.graphs):
                 _collect(inner.node, known, found)
-        if node.domain == "flashonnx" and node.op_type == "FlashAttention":
+        if node.domain == "flashonnx" and node.op_type in ("FlashAttention", *_cache.INPUTS):
             found.append(_read(node, known))
 
 
@@ -194,15 +204,21 @@ def _read(node: onnx.NodeProto, known: Mapping[str, Any]) -> Attention:
 
     attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
     attributes = {name: v.decode() if isinstance(v, bytes) else v for name, v in attributes.items()}
-    inputs = {name: value for name, value in zip(_INPUTS, node.input, strict=False) if value}
-    has = {*inputs, *(name for name, value in zip(_OUTPUTS, node.output, strict=False) if value)}
+    inputs = {
+        name: value for name, value in zip(_cache.INPUTS.get(node.op_type, _INPUTS), node.input, strict=False) if value
+    }
+    has = {
+        *inputs,
+        *(name for name, value in zip(_cache.OUTPUTS.get(node.op_type, _OUTPUTS), node.output, strict=False) if value),
+    }
     shapes = {name: _shape(known.get(value)) for name, value in inputs.items()}
     mask = (shapes["attn_mask"], _dtype(known.get(inputs["attn_mask"]))) if "attn_mask" in inputs else None
     if mask is not None and not mask[0]:
         mask = (("?",), mask[1])
     label = node.name or node.output[0]
-    sizes = _sizes(attributes, shapes)
-    return Attention(label, _dtype(known.get(node.input[0])), sizes, mask, attributes, frozenset(has))
+    plain = node.op_type == "FlashAttention"
+    sizes = _sizes(attributes, shapes) if plain else _cache.sizes(node.op_type, attributes, shapes)
+    return Attention(label, node.op_type, _dtype(known.get(node.input[0])), sizes, mask, attributes, frozenset(has))
 
 
 def _sizes(attributes: Mapping[str, Any], shapes: Mapping[str, tuple[Dim, ...]]) -> dict[str, Dim]:

@@ -40,7 +40,7 @@ def page(content: dict[str, Any], results: Sequence[Result]) -> str:
 def _summary(results: Sequence[Result], length: int) -> list[tuple[str, str, str]]:
     """At the greatest length that ours was measured at: against each other one."""
     there = [r for r in results if r.length == length and r.median_ms]
-    ours = next(r for r in there if r.ours)
+    ours = min((r for r in there if r.ours), key=lambda r: r.median_ms or 0)
     items = [("", f"{ours.median_ms:.3g} ms", f"{ours.contender} at length {length}")]
     for other in [r for r in there if not r.ours]:
         assert ours.median_ms is not None and other.median_ms is not None

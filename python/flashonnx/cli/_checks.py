@@ -152,6 +152,8 @@ def device() -> Check:
     names = device_names()
     try:
         seen = Library(flashonnx.library_path()).device(CUDA, 0)
+    except flashonnx.LibraryError:
+        return Check("device", "absent", ", ".join(names) or "not looked for: there is no library")
     except (RuntimeError, OSError) as error:
         state = "wrong" if names else "absent"
         why = _line(error).removeprefix("flashonnx_device_query: ")
@@ -189,8 +191,8 @@ def kernels() -> Check:
 
     try:
         loaded = Library(flashonnx.library_path())
-    except (RuntimeError, OSError) as error:
-        return Check("kernels", "wrong", f"no library: {_line(error)}")
+    except (RuntimeError, OSError):
+        return Check("kernels", "absent", "not looked for: there is no library")
     x = np.zeros((1, 16, 512, 64), np.float32)
     parts, refused = [], []
     for where, kind in (("CPU", CPU), ("GPU", CUDA)):
@@ -245,6 +247,10 @@ def _session(name: str, provider: str) -> Check:
             gpu = "onnxruntime-gpu" in map(str.lower, _installed())
             todo = "" if gpu else "for a GPU: pip install 'onnxruntime-gpu[cuda,cudnn]' in place of onnxruntime"
             return Check(name, "absent", "this ONNX Runtime has no such provider", todo)
+        try:
+            flashonnx.library_path()
+        except flashonnx.LibraryError:
+            return Check(name, "absent", "not tried: there is no library")
         if provider.startswith("CUDA") and (reason := cuda_unavailable()):
             return Check(name, "absent", reason)
         with warnings.catch_warnings(record=True) as caught:

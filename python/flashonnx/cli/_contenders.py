@@ -79,8 +79,6 @@ class Session(Contender):
     def _open(self, length: int) -> Call:
         import onnxruntime as ort
 
-        from flashonnx import session as open_session
-
         options = ort.SessionOptions()
         options.log_severity_level = 4
         options.intra_op_num_threads = self._threads
@@ -88,7 +86,7 @@ class Session(Contender):
         providers: list[Any] = ["CPUExecutionProvider"]
         if self._device == "cuda":
             providers.insert(0, ("CUDAExecutionProvider", {"arena_extend_strategy": "kSameAsRequested"}))
-        session = open_session(self._model(length), providers, options)
+        session = self._session(self._model(length), providers, options)
         if self._device == "cuda" and "CUDAExecutionProvider" not in session.get_providers():
             raise RuntimeError("ONNX Runtime could not use its CUDA provider: see flashonnx doctor")
         binding = session.io_binding()
@@ -100,6 +98,17 @@ class Session(Contender):
         self._held = (session, binding, values)
         return lambda: session.run_with_iobinding(binding)
 
+    def _session(self, model: Any, providers: list[Any], options: Any) -> Any:
+        """With the library for what needs it; peers are measured without one too."""
+        import onnxruntime as ort
+
+        from flashonnx import session
+
+        if self.ours:
+            return session(model, providers, options)
+        source = model if isinstance(model, str) else model.SerializeToString()
+        return ort.InferenceSession(source, options, providers=providers)
+
     def _read(self) -> list[Any]:
         return self._held[1].copy_outputs_to_cpu()
 
@@ -107,39 +116,52 @@ class Session(Contender):
         self._held = ()
 
 
-class Sdpa(Contender):
-    """PyTorch's scaled_dot_product_attention, by one of its backends."""
+class Torch(Contender):
+    """PyTorch's scaled_dot_product_attention by one of its backends, or flashonnx's operator there."""
 
     def __init__(self, name: str, backend: str, problem: Operator, device: str, threads: int) -> None:
-        """`backend` is a name of torch.nn.attention.SDPBackend, "" for PyTorch's own choice."""
+        """`backend` is a name of torch.nn.attention.SDPBackend, "" for PyTorch's own choice, or "flashonnx"."""
         self._backend, self._problem, self._device, self._threads = backend, problem, device, threads
         self._output: Any = None
-        super().__init__(name, self._open, False, self._read, self._close, torch=True)
+        super().__init__(name, self._open, backend == "flashonnx", self._read, self._close, torch=True)
 
     def _open(self, length: int) -> Call:
-        import contextlib
-
         import torch
-        from torch.nn.attention import SDPBackend, sdpa_kernel
 
         if self._threads:
             torch.set_num_threads(self._threads)
         problem = self._problem
         tensors = [torch.from_numpy(x).to(self._device) for x in problem.arrays(length).values()]
         q, k, v = (x.unflatten(2, (-1, problem.size)).transpose(1, 2) for x in tensors)
-        grouped = problem.heads != problem.kv_heads
-        backend = getattr(SDPBackend, self._backend) if self._backend else None
+        attend = self._function()
 
         def call() -> None:
-            chosen = sdpa_kernel(backend) if backend is not None else contextlib.nullcontext()
-            with torch.inference_mode(), chosen:
-                self._output = torch.nn.functional.scaled_dot_product_attention(
-                    q, k, v, is_causal=problem.causal, enable_gqa=grouped
-                )
+            with torch.inference_mode():
+                self._output = attend(q, k, v)
             if self._device == "cuda":
                 torch.cuda.synchronize()
 
         return call
+
+    def _function(self) -> Callable[..., Any]:
+        import torch
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        causal, grouped = self._problem.causal, self._problem.heads != self._problem.kv_heads
+        if self._backend == "flashonnx":
+            import flashonnx.torch  # noqa: F401 - registers it
+
+            return lambda q, k, v: torch.ops.flashonnx.attention(q, k, v, is_causal=causal)
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        if not self._backend:
+            return lambda q, k, v: sdpa(q, k, v, is_causal=causal, enable_gqa=grouped)
+        backend = getattr(SDPBackend, self._backend)
+
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            with sdpa_kernel(backend):
+                return sdpa(q, k, v, is_causal=causal, enable_gqa=grouped)
+
+        return attend
 
     def _read(self) -> list[Any]:
         return [self._output.transpose(1, 2).flatten(2).cpu().numpy()]
@@ -160,15 +182,16 @@ def operator_contenders(problem: Operator, device: str, threads: int) -> Iterato
     yield session("ORT MultiHeadAttention", "MultiHeadAttention")
     yield session("unfused", "unfused")
     if importlib.util.find_spec("torch") is not None:
-        backends = {"PyTorch": ""}
+        backends = {"flashonnx in PyTorch": "flashonnx", "PyTorch": ""}
         if device == "cuda":
             backends = {
+                "flashonnx in PyTorch": "flashonnx",
                 "PyTorch FlashAttention-2": "FLASH_ATTENTION",
                 "PyTorch cuDNN": "CUDNN_ATTENTION",
                 "PyTorch mem.-efficient": "EFFICIENT_ATTENTION",
             }
         for name, backend in backends.items():
-            yield Sdpa(name, backend, problem, device, threads)
+            yield Torch(name, backend, problem, device, threads)
 
 
 def model_contenders(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from flashonnx._verify import Verdict
     from flashonnx.cli._measure import Result
 
-_OURS, _ORIGINAL, _BOUND = "#147a46", "#8a94a3", "#b3402a"
+_OURS, _OURS_TOO, _ORIGINAL, _BOUND = "#147a46", "#74bb95", "#8a94a3", "#b3402a"
 _OTHERS = ("#2f6fb3", "#c77c18", "#7a4fa3", "#4aa3a3", "#a34a6a")
 _MARKERS = "s^vDX"
 _MOST_LABELS = 40  # nodes that are named on an axis
@@ -111,6 +111,7 @@ def growth(title: str, results: Sequence[Result]) -> bytes:
     figure, axes = _figure((4.5 * len(panels), 4.2), len(panels))
     names = list(dict.fromkeys(result.contender for result in done))
     others = [name for name in names if not any(r.ours for r in done if r.contender == name)]
+    mine = [name for name in names if name not in others]
     for axis, (label, column, logarithmic) in zip([axes] if len(panels) == 1 else axes, panels, strict=True):
         scale = 1e-6 if column == "peak_bytes" else 1
         for name in names:
@@ -118,7 +119,7 @@ def growth(title: str, results: Sequence[Result]) -> bytes:
                 (r.length, getattr(r, column) * scale) for r in done if r.contender == name and getattr(r, column)
             ]
             ours = name not in others
-            color = _OURS if ours else _OTHERS[others.index(name) % len(_OTHERS)]
+            color = (_OURS if name == mine[0] else _OURS_TOO) if ours else _OTHERS[others.index(name) % len(_OTHERS)]
             marker = "o" if ours else _MARKERS[others.index(name) % len(_MARKERS)]
             xs, ys = [x for x, _ in points], [y for _, y in points]
             axis.plot(xs, ys, color=color, marker=marker, markersize=5, linewidth=2.4 if ours else 1.3, label=name)

@@ -28,7 +28,7 @@ def example(folder: str, class_name: str | None, sizes: Mapping[str, int]) -> di
     if not (Path(folder) / "config.json").is_file():
         raise ValueError(
             f"export: hf: is expected to name a folder with a config.json, '{folder}' has none (download it first: "
-            f"huggingface-cli download NAME --local-dir FOLDER)"
+            f"hf download NAME --local-dir FOLDER)"
         )
     try:
         import transformers

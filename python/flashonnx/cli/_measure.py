@@ -120,7 +120,12 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 
 def _peak(call: Callable[[], Any], device: str, is_torch: bool) -> int | None:
-    """Runs the first call; bytes in use at its peak beyond what was there before, None where nothing tells."""
+    """Runs the first call; bytes in use at its peak beyond what was there before it, None where nothing tells.
+
+    PyTorch loads much with its first call, and keeps nothing from one to the next, so there it is the second one.
+    """
+    if is_torch:
+        call()
     gc.collect()
     if device == "cuda":
         return _peak_torch(call) if is_torch else _peak_device(call)

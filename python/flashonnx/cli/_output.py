@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -113,8 +115,26 @@ def working(text: str) -> Iterator[None]:
             progress = stack.enter_context(Progress(*columns, console=console, transient=True, redirect_stdout=False))
             task = progress.add_task(text, total=None)
             stack.enter_context(listening(lambda step: progress.update(task, description=f"{text}: {step}")))
-        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        stack.enter_context(_stdout_is_stderr())
         yield
+
+
+@contextlib.contextmanager
+def _stdout_is_stderr() -> Iterator[None]:
+    """For Python, and for libraries that print by themselves."""
+    flush = ctypes.CDLL(None).fflush  # of what C still holds back
+    sys.stdout.flush()
+    flush(None)
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.stderr.flush()
+        flush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def dims(pairs: list[str] | None, option: str = "--dim") -> dict[str, list[int]]:

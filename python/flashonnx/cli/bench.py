@@ -84,7 +84,7 @@ def bench(
         from flashonnx.cli._figures import require
 
         require()
-    where = (device or _default_device()).value
+    where = (device or _default_device(model is not None)).value
     wanted = _lengths(length or _LENGTHS[where])
     kind = (dtype or (DType.FLOAT16 if where == "cuda" else DType.FLOAT32)).value
     with working("measuring"), tempfile.TemporaryDirectory(prefix="flashonnx-") as scratch:
@@ -113,10 +113,19 @@ def bench(
         raise typer.Exit(1)
 
 
-def _default_device() -> Device:
-    from flashonnx._runtime import default_providers
+def _default_device(is_model: bool) -> Device:
+    """CUDA where something can be measured on it: by ONNX Runtime, or attention alone by PyTorch."""
+    import importlib.util
 
-    return Device.CUDA if default_providers()[0].startswith("CUDA") else Device.CPU
+    from flashonnx._runtime import cuda_unavailable, default_providers
+
+    if default_providers()[0].startswith("CUDA"):
+        return Device.CUDA
+    if not is_model and importlib.util.find_spec("torch") is not None and cuda_unavailable() is None:
+        import torch
+
+        return Device.CUDA if torch.cuda.is_available() else Device.CPU
+    return Device.CPU
 
 
 def _lengths(text: str) -> list[int]:
@@ -147,7 +156,7 @@ def _chosen(contenders: list[Contender], names: str) -> list[Contender]:
     for name in wanted:
         if name not in known:
             raise ValueError(f"bench: --peers are {', '.join(c.name for c in contenders)}, got '{name}'")
-    return [c for c in contenders if not wanted or c.ours or c.name.lower() in wanted]
+    return [c for c in contenders if not wanted or c.name == "flashonnx" or c.name.lower() in wanted]
 
 
 def _model(
@@ -258,7 +267,8 @@ def _write(content: dict[str, Any], results: list[Result], files: dict[str, Path
 
 def _tell(content: dict[str, Any], results: list[Result]) -> None:
     say(content["title"], "bold")
-    say("; ".join(content["environment"].values()) + "\n", "dim")
+    named = (what if name in ("device", "host") else f"{name} {what}" for name, what in content["environment"].items())
+    say("; ".join(named) + "\n", "dim")
     fastest: dict[int, float] = {}
     for result in results:
         if result.median_ms:
@@ -275,4 +285,6 @@ def _tell(content: dict[str, Any], results: list[Result]) -> None:
         peak = units(result.peak_bytes) if result.peak_bytes is not None else ""
         rows.append([result.length, name, f"{result.median_ms:.4g}", spread, f"{ratio:.2f}×", tflops, peak, ""])
     heads = ["length", "", "ms", "half of them in", "to the fastest", "TFLOP/s", "peak memory", ""]
-    table(heads, rows, right=(0, 2, 3, 4, 5, 6))
+    shown = [i for i in range(len(heads)) if i == 1 or any(str(row[i]) for row in rows)]
+    table([heads[i] for i in shown], [[row[i] for i in shown] for row in rows],
+          right=[n for n, i in enumerate(shown) if i not in (1, 7)])  # fmt: skip

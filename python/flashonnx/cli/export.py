@@ -27,6 +27,13 @@ class DType(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class KVCache(StrEnum):
+    """Where a decoder's keys and values are."""
+
+    STATIC = "static"
+    PAGED = "paged"
+
+
 def export(
     source: Annotated[
         str,
@@ -49,6 +56,9 @@ def export(
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Of hf:'s example inputs: batch, sequence. Repeatable."),
     ] = None,
+    kv_cache: Annotated[
+        KVCache | None, typer.Option(help="A decoder's caches as inputs and outputs, for prompts and single tokens.")
+    ] = None,
     report: ReportOption = None,
     portable: Portable = True,
     strict: Strict = False,
@@ -61,6 +71,8 @@ def export(
     """
     import flashonnx
 
+    if importlib.util.find_spec("torch") is None:
+        raise ImportError("export needs PyTorch: pip install 'flashonnx[torch]'")
     check_writable(output)
     files = report_files(report, KINDS, output.with_suffix(".report"))
     with working(f"exporting {source}"):
@@ -76,6 +88,9 @@ def export(
             arguments = _converted(arguments, dtype.value)
         if opset is not None:
             arguments["opset"] = opset
+        if kv_cache is not None:  # it has inputs of its own
+            arguments = {name: arguments[name] for name in ("model", "opset") if name in arguments}
+            arguments["kv_cache"] = kv_cache.value
         model, args = arguments.pop("model"), arguments.pop("args", ())
         done = flashonnx.export_onnx(model, tuple(args), output, portable=portable, **arguments)
     tell(done, files, output, json, {})

@@ -50,6 +50,10 @@ def fuse(
     report: ReportOption = None,
     target: TargetOption = None,
     portable: Portable = True,
+    shared_cache: Annotated[
+        bool,
+        typer.Option("--shared-cache", help="Past and present keys of GroupQueryAttention are one buffer, not copied."),
+    ] = False,
     explain: Annotated[
         list[str] | None,
         typer.Option("--explain", metavar="NODE", help="Say all about the attention that this node is part of."),
@@ -76,9 +80,9 @@ def fuse(
         if explain:  # before anything is written, perhaps over the model
             from flashonnx.export import explain as ask
 
-            found = flashonnx.fuse(model)[1].at(sizes)
+            found = flashonnx.fuse(model, shared_cache=shared_cache)[1].at(sizes)
             explained = {node: ask(model, found, node) for node in explain}
-        done = _fused(model, output, target, portable).at(sizes)
+        done = _fused(model, output, target, {"portable": portable, "shared_cache": shared_cache}).at(sizes)
     tell(done, files, output, json, {"explained": explained} if explained else {})
     if strict and done.fused < done.total:
         raise typer.Exit(1)
@@ -101,16 +105,16 @@ def tell(report: Report, files: dict[str, Path], output: Path | None, json: bool
         say(f"report: {path}", "dim")
 
 
-def _fused(model: Path, output: Path | None, target: Target | None, portable: bool) -> Report:
+def _fused(model: Path, output: Path | None, target: Target | None, options: dict[str, bool]) -> Report:
     import flashonnx
 
     if target is None or output is None:
-        return flashonnx.fuse(model, output, portable=portable)[1]
+        return flashonnx.fuse(model, output, **options)[1]
     from flashonnx.tensorrt import prepare_for_tensorrt
 
     with tempfile.TemporaryDirectory(dir=output.absolute().parent, prefix=f".{output.name}.") as folder:
         fused = Path(folder) / "fused.onnx"
-        _, report = flashonnx.fuse(model, fused, portable=portable)
+        _, report = flashonnx.fuse(model, fused, **options)
         prepared = prepare_for_tensorrt(fused, onnxruntime=target is Target.ONNXRUNTIME_TENSORRT)
     write_model(output, prepared)
     return report

@@ -112,10 +112,11 @@ def _inspected(model: Any, given: Mapping[str, int], devices: list[int]) -> tupl
 
 def _node_of(site: Site, nodes: list[Attention]) -> Attention | None:
     """The fused node of a site, taken from the list: by its name, which begins with the site's, else the next one."""
-    name = site.node.rpartition(" / ")[2]
-    found = next((node for node in nodes if node.node == name or node.node.startswith(f"{name}_")), None)
-    if found is None and nodes:
-        found = nodes[0]
+    name, op = site.node.rpartition(" / ")[2], site.became.partition("(")[0]
+    fitting = [node for node in nodes if not op.startswith("FlashAttention") or node.op == op]
+    found = next((node for node in fitting if node.node == name or node.node.startswith(f"{name}_")), None)
+    if found is None and fitting:
+        found = fitting[0]
     if found is not None:
         nodes.remove(found)
     return found
