@@ -17,7 +17,7 @@ for needed in ("transformers", "onnxruntime", "onnxscript", "sympy"):
     if importlib.util.find_spec(needed) is None:
         pytest.skip(f"{needed} is not installed", allow_module_level=True)
 
-from benchmarks.end_to_end import decoder, graphs, measure, models, prepare, weights  # noqa: E402
+from benchmarks.end_to_end import decoder, graphs, measure, models, prepare, table, weights  # noqa: E402
 from benchmarks.end_to_end.__main__ import main  # noqa: E402
 
 VARIANTS = {
@@ -32,7 +32,7 @@ VARIANTS = {
 @pytest.mark.parametrize(
     "name", ["tinyllama-s24", "tinybert-b2-s24", pytest.param("tinyvit-b2", marks=pytest.mark.slow)]
 )
-def test_prepare_and_run(name: str, tmp_path: Path) -> None:
+def test_prepare_and_run(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prepare", str(tmp_path), "--only", name, "--no-weights"]) == 0
     assert {path.name.split(".")[1] for path in tmp_path.glob("*.onnx")} == VARIANTS[name]
     assert not list(tmp_path.glob("*.data"))
@@ -51,6 +51,8 @@ def test_prepare_and_run(name: str, tmp_path: Path) -> None:
             assert not row["error"] and not row["cpu_error"]
         else:
             assert float(row["error"]) < 3e-3  # two layers in float16, the same weights in all
+    table.main([str(output)])
+    assert f"| {name} |" in capsys.readouterr().out
     data = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.data")}
     assert len(data) == (0 if "vit" in name else 1)  # all of the ViT's are small
     assert main(command) == 0 and all(path.stat().st_mtime_ns == time for path, time in data.items())  # made once
@@ -119,6 +121,22 @@ def test_speedup_is_of_pairs() -> None:
     ]
     assert measure.speedup(results, "a", "b") == 2
     assert measure.speedup(results, "a", "c") is None
+
+
+def test_table(tmp_path: Path) -> None:
+    """The best of each kind, and their ratios; a subject whose plain export did not run has none to it."""
+    head = "subject,launch,variant,median_ms\n"
+    a = "a,stream,plain,8\na,stream,plain+add,6\na,stream,ours,4\na,stream,ours-on-ort,2\na,stream,ort-mha,3\n"
+    b = "b,stream,plain,\nb,stream,ours,5\nb,stream,ort-gqa,10\nb,stream,ort-mha,12\n"
+    path = tmp_path / "results.csv"
+    path.write_text(head + a + b)
+    lines = table.render(table.read(path)).splitlines()
+    assert lines[2] == "| a | 6.00 ms\\* | 4.00 ms | 3.00 ms | 2.00 ms |  | 3.00 | 1.50 |"
+    assert lines[3] == "| b |  | 5.00 ms | 10.00 ms |  |  |  | 2.00 |"
+    assert lines[4].endswith(" 3.00 | 1.73 |")
+    if importlib.util.find_spec("matplotlib") is not None:
+        table.draw(table.read(path), tmp_path / "figure.png")
+        assert (tmp_path / "figure.png").stat().st_size > 1000
 
 
 def test_selection() -> None:

@@ -44,9 +44,12 @@ def times(cells: Cells) -> dict[str, tuple[str, float]]:
 
 
 def render(subjects: dict[str, Cells]) -> str:
-    """A line for each subject, milliseconds and ratios; geometric means below."""
+    """A line for each subject: milliseconds, the better of ours over the others; geometric means below.
+
+    A star marks a time without ONNX Runtime's MatMulAddFusion.
+    """
     lines = [
-        f"| model | {' | '.join(_COLUMNS)} | ours / plain | ours / ORT's best |",
+        f"| model | {' | '.join(_COLUMNS)} | over plain | over ORT's best |",
         "|---" * (len(_COLUMNS) + 3) + "|",
     ]
     ratios: list[tuple[float, float]] = []
@@ -56,10 +59,18 @@ def render(subjects: dict[str, Cells]) -> str:
         fastest = min((found[c][1] for c in ("ours", "ours on that") if c in found), default=math.nan)
         pair = [found[c][1] / fastest if c in found else math.nan for c in ("plain", "ORT's best")]
         ratios.append((pair[0], pair[1]))
-        lines.append(f"| {name} | {' | '.join(shown)} | {pair[0]:.2f} | {pair[1]:.2f} |")
-    means = [math.exp(sum(math.log(pair[i]) for pair in ratios) / len(ratios)) for i in range(2)]
-    lines.append(f"| geometric mean |{' |' * len(_COLUMNS)} {means[0]:.2f} | {means[1]:.2f} |")
+        lines.append(f"| {name} | {' | '.join(shown)} | {_ratio(pair[0])} | {_ratio(pair[1])} |")
+    means = " | ".join(_ratio(_mean([pair[i] for pair in ratios if pair[i] > 0])) for i in range(2))
+    lines.append(f"| geometric mean |{' |' * len(_COLUMNS)} {means} |")
     return "\n".join(lines) + "\n"
+
+
+def _mean(ratios: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else math.nan
+
+
+def _ratio(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.2f}"
 
 
 def _mark(variant: str) -> str:
@@ -67,7 +78,7 @@ def _mark(variant: str) -> str:
 
 
 def draw(subjects: dict[str, Cells], path: Path) -> None:
-    """Bars: each subject's times over the plain export's."""
+    """Bars: each subject's times over that of ONNX Runtime's best."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -78,13 +89,13 @@ def draw(subjects: dict[str, Cells], path: Path) -> None:
     for place, cells in enumerate(subjects.values()):
         found = times(cells)
         for i, column in enumerate(_COLUMNS):
-            if column in found and "plain" in found:
-                share = found[column][1] / found["plain"][1]
+            if column in found and "ORT's best" in found:
+                share = found[column][1] / found["ORT's best"][1]
                 label = column if place == 0 else None
                 axis.bar(place + 0.16 * (i - 2), share, 0.15, color=colours[column], label=label)
                 axis.text(place + 0.16 * (i - 2), share, f"{found[column][1]:.1f}", ha="center", va="bottom", size=7)
     axis.set_xticks(range(len(subjects)), list(subjects))
-    axis.set_ylabel("time / time of the plain export (ms above)")
+    axis.set_ylabel("time / time of ONNX Runtime's best (above: ms)")
     axis.legend()
     figure.savefig(path, dpi=150)
 
