@@ -1,0 +1,239 @@
+// Which problems are taken, and over how many blocks their keys are spread.
+#include "kernels/decode/launch.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <limits>
+
+#include "kernels/common/status.h"
+#include "kernels/decode/config.h"
+
+namespace flashonnx::decode {
+namespace {
+
+bool present(const flashonnx_tensor& tensor) { return tensor.dtype != FLASHONNX_NONE; }
+
+constexpr int64_t divide_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
+
+// What the choice of a grid knows of a tiling.
+struct Shape {
+  int dim, rows, stages_bytes, extra_bytes;
+  flashonnx_status (*launch)(const Problem&, const Decode&, const Grid&, bool, cudaStream_t);
+};
+
+template <class C>
+constexpr Shape shape_of(decltype(Shape::launch) launch) {
+  return {C::kDim, C::kRows, C::kRingBytes, C::kExtraBytes, launch};
+}
+
+Shape shape_of(const Params& params) {
+  const int64_t dim = std::max(params.head_dim, params.value_dim);
+  const bool wide = params.q_heads / params.kv_heads * params.q_length > 8;
+  if (dim <= 64) {
+    return wide ? shape_of<Tiling64Wide>(launch_64_wide) : shape_of<Tiling64>(launch_64);
+  }
+  if (dim <= 128) {
+    return wide ? shape_of<Tiling128Wide>(launch_128_wide) : shape_of<Tiling128>(launch_128);
+  }
+  return shape_of<Tiling256>(launch_256);
+}
+
+constexpr int kMaxWarps = Tiling128::kMaxWarps;
+constexpr int64_t kTileKeys = Tiling128::kKeys;
+constexpr int64_t kMaxPartitions = 64;
+
+// Rings want much shared memory. Where a multiprocessor has room for two blocks of 3 or 4 warps,
+// it gets two; on smaller ones a block has as many warps as fit.
+struct Blocks {
+  int64_t warps, resident;  // of a block; blocks on a multiprocessor
+};
+
+Blocks blocks_of(const Shape& shape, int64_t shared_memory) {
+  constexpr int64_t kReserved = 1024;  // by the system, for each block
+  const auto fit = [&](int64_t blocks) {
+    const int64_t bytes = (shared_memory + kReserved) / blocks - kReserved - shape.extra_bytes;
+    return std::clamp<int64_t>(bytes / shape.stages_bytes, 0, kMaxWarps);
+  };
+  if (fit(2) >= 3) return {fit(2), 2};
+  return {std::max<int64_t>(fit(1), 1), 1};
+}
+
+// The largest cluster that may be asked for. 8 blocks are portable; 16 want two multiprocessors in
+// three of a GPC of the data-centre parts.
+int64_t max_cluster(const flashonnx_device& device) {
+  if (device.arch < 90 || device.arch >= 110 || device.sm_count < 64) return 1;
+  return device.arch == 90 ? 16 : 8;
+}
+
+struct Split {
+  int64_t cluster, partitions;
+};
+
+int override_of(const char* name, int otherwise) {
+  const char* text = std::getenv(name);
+  return text ? std::atoi(text) : otherwise;
+}
+
+// Keys of a key head's queries are spread over a cluster, which brings its results together by
+// itself, or over several, or over blocks without clusters, which needs the workspace and another
+// kernel. As many blocks as can run side by side, but each warp should have a tile. The choice
+// rests on the capacity alone if results may not depend on batch mates.
+Split split_of(const Params& params, const Shape& shape) {
+  const Blocks blocks = blocks_of(shape, params.device.shared_memory);
+  const int64_t rows = params.q_heads / params.kv_heads * params.q_length;
+  const int64_t units = params.batch * params.kv_heads * divide_up(rows, shape.rows);
+  const int64_t tiles = divide_up(params.kv_length, kTileKeys);
+  const int64_t most = std::max<int64_t>(divide_up(tiles, blocks.warps), 1);
+  const int64_t largest = max_cluster(params.device);
+  if (params.fixed_split) {
+    constexpr int64_t kFixedTiles = 32;
+    const int64_t wanted = std::clamp<int64_t>(divide_up(tiles, kFixedTiles), 1, 8);
+    return largest > 1 ? Split{wanted, 1} : Split{1, wanted};
+  }
+  const int64_t slots = params.device.sm_count * blocks.resident;
+  const int64_t wanted = std::clamp<int64_t>(slots / units, 1, most);
+  Split split;
+  if (largest == 1) {
+    split = {1, std::min(wanted, kMaxPartitions)};
+  } else if (wanted <= 2 * largest) {
+    split = {std::min(wanted, largest), 1};
+  } else {
+    split = {8, std::min(wanted / 8, kMaxPartitions)};
+  }
+  split.cluster = override_of("DECODE_CLUSTER", split.cluster);
+  split.partitions = override_of("DECODE_PARTITIONS", split.partitions);
+  return split;
+}
+
+int64_t partial_bytes(const Params& params, int64_t rows, int64_t partitions) {
+  return partitions > 1 ? partitions * rows * (divide_up(params.value_dim, 4) * 4 + 2) * 4 : 0;
+}
+
+}  // namespace
+
+const char* refusal(const Params& params) {
+  constexpr int64_t kMaxCount = std::numeric_limits<int32_t>::max();
+  const int64_t few_keys = override_of("DECODE_FEW_KEYS", 128);
+  const int64_t group = params.q_heads / params.kv_heads, rows = group * params.q_length;
+  if (params.q_length + params.kv_length > kMostPositions) {
+    return "counts queries and keys together up to 2^29";
+  }
+  if (params.kv_length < few_keys) return "is for many keys";
+  if (params.q_length > 1 && (rows > 64 || params.q_length > 16)) return "is for few queries";
+  if (params.batch * params.kv_heads * divide_up(rows, 8) * 16 > kMaxCount)
+    return "starts up to 2^31 blocks";
+  const auto far_apart = [](int64_t stride) { return stride < 0 || stride > kMaxCount; };
+  const bool paged = present(params.block_table);
+  if (far_apart(params.k.stride[2]) || far_apart(params.v.stride[2]) ||
+      (paged && (far_apart(params.k.stride[0]) || far_apart(params.v.stride[0])))) {
+    return "takes keys, and pages, that are up to 4 GB apart";
+  }
+  if (paged && params.page_size > kMaxCount)
+    return "does pages of up to 2^31 slots";
+  return nullptr;
+}
+
+int64_t workspace(const Params& params) {
+  const Shape shape = shape_of(params);
+  const int64_t rows = params.q_heads / params.kv_heads * params.q_length;
+  return partial_bytes(
+      params, params.batch * params.kv_heads * divide_up(rows, shape.rows) * shape.rows,
+      split_of(params, shape).partitions);
+}
+
+// Partitions are at most the blocks that run side by side, over the number of units of kRows rows.
+int64_t workspace_bound(const Params& params) {
+  const Shape shapes[] = {shape_of<Tiling64>(launch_64), shape_of<Tiling64Wide>(launch_64_wide),
+                          shape_of<Tiling128>(launch_128), shape_of<Tiling128Wide>(launch_128_wide),
+                          shape_of<Tiling256>(launch_256)};
+  if (params.fixed_split) {
+    const int64_t rows = divide_up(params.q_heads * params.q_length, 1) * 16;
+    return partial_bytes(params, params.batch * rows, 8);
+  }
+  int64_t rows = 0;
+  for (const Shape& shape : shapes) {
+    const Blocks blocks = blocks_of(shape, params.device.shared_memory);
+    rows = std::max(rows, params.device.sm_count * blocks.resident * shape.rows);
+  }
+  return rows * (divide_up(params.value_dim, 4) * 4 + 2) * 4;
+}
+
+flashonnx_status launch(const Params& params, void* workspace, void* stream) {
+  const Shape shape = shape_of(params);
+  const Blocks blocks = blocks_of(shape, params.device.shared_memory);
+  const Split split = split_of(params, shape);
+  const int64_t group = params.q_heads / params.kv_heads;
+  const int64_t row_tiles = divide_up(group * params.q_length, shape.rows);
+  const int64_t units = params.batch * params.kv_heads * row_tiles;
+  const bool paged = present(params.block_table);
+  const bool bfloat16 = params.q.dtype == FLASHONNX_BFLOAT16;
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+
+  Problem problem = problem_of(params);
+  problem.offset_from_lengths = params.offset_from_lengths;  // ragged keys have lengths as well
+  Decode d = {};
+  if (present(params.cu_seqlens_q))
+    d.first_queries = static_cast<const int32_t*>(params.cu_seqlens_q.data);
+  if (present(params.cu_seqlens_k))
+    d.first_keys = static_cast<const int32_t*>(params.cu_seqlens_k.data);
+  d.page_size = Divider(1);
+  d.k_row_bytes = static_cast<uint32_t>(params.k.stride[2] * 2);
+  d.v_row_bytes = static_cast<uint32_t>(params.v.stride[2] * 2);
+  if (paged) {
+    d.block_table = static_cast<const int32_t*>(params.block_table.data);
+    d.table_batch = params.block_table.stride[0];
+    d.table_page = params.block_table.stride[1];
+    d.pages = static_cast<uint32_t>(
+        std::min<int64_t>(params.num_pages, std::numeric_limits<int32_t>::max()));
+    d.k_page_bytes = static_cast<uint32_t>(params.k.stride[0] * 2);
+    d.v_page_bytes = static_cast<uint32_t>(params.v.stride[0] * 2);
+    d.page_size = Divider(static_cast<uint32_t>(params.page_size));
+  }
+  // Bounds that bound nothing, or all, may be cut as long as they stay so after any shift.
+  constexpr int64_t kFar = 2 * kMostPositions;
+  const int64_t right = params.is_causal ? 0 : params.window_right;
+  d.first_key = static_cast<int32_t>(
+      params.window_left < 0 ? -kFar : clamp(params.causal_offset - params.window_left, -kFar, kFar));
+  d.last_key = static_cast<int32_t>(right < 0 ? kFar
+                                              : clamp(params.causal_offset + right + 1, -kFar, kFar));
+  d.parts = Divider(static_cast<uint32_t>(split.cluster * split.partitions));
+  d.cluster = Divider(static_cast<uint32_t>(split.cluster));
+  d.partitions = Divider(static_cast<uint32_t>(split.partitions));
+  d.row_tiles = Divider(static_cast<uint32_t>(row_tiles));
+  d.kv_heads = Divider(static_cast<uint32_t>(params.kv_heads));
+  d.group = Divider(static_cast<uint32_t>(group));
+  d.rows = shape.rows;
+  d.warps = override_of("DECODE_WARPS", static_cast<int32_t>(blocks.warps));
+  // Which strides are used: of tokens in ragged batches, not of the batch; of pages always.
+  const int64_t q_batch = d.first_queries ? 1 : params.batch;
+  const int64_t q_rows = d.first_queries ? 2 : params.q_length;
+  const int64_t kv_batch = paged ? 2 : d.first_keys ? 1 : params.batch;
+  d.q_vectors =
+      params.head_dim % 8 == 0 && rows_aligned(params.q, q_batch, params.q_heads, q_rows, 16);
+  d.vectors = params.head_dim % 8 == 0 && params.value_dim % 8 == 0 &&
+              rows_aligned(params.k, kv_batch, params.kv_heads, 2, 16) &&
+              rows_aligned(params.v, kv_batch, params.kv_heads, 2, 16);
+  d.o_vectors = params.o.dtype == params.q.dtype && params.value_dim % 4 == 0 &&
+                rows_aligned(params.o, q_batch, params.q_heads, q_rows, 8);
+  d.mask_bytes = size_of(params.mask.dtype);
+  d.factor = params.scale * kLog2e;
+  if (params.softcap > 0) {
+    d.cap_in = params.scale / params.softcap;
+    d.cap_out = params.softcap * kLog2e;
+  }
+  if (split.partitions > 1) {
+    d.all_rows = units * shape.rows;
+    d.partial_dim = static_cast<int32_t>(divide_up(params.value_dim, 4) * 4);
+    d.partial_outputs = static_cast<float*>(workspace);
+    d.partial_sums = reinterpret_cast<float2*>(
+        d.partial_outputs + split.partitions * d.all_rows * d.partial_dim);
+  }
+  const Grid grid = {static_cast<unsigned>(units * split.cluster * split.partitions),
+                     static_cast<unsigned>(split.cluster), static_cast<unsigned>(32 * d.warps),
+                     static_cast<unsigned>(d.warps * shape.stages_bytes + shape.extra_bytes)};
+  FLASHONNX_RETURN_IF_ERROR(shape.launch(problem, d, grid, bfloat16, cuda_stream));
+  if (split.partitions == 1) return ok();
+  return launch_combine(problem, d, bfloat16, params.device.arch >= 90, cuda_stream);
+}
+
+}  // namespace flashonnx::decode

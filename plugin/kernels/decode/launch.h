@@ -1,0 +1,31 @@
+// One launch function per bucket of head dimensions, each in its own file, and the kernel that brings
+// partitions together.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "flashonnx/status.h"
+#include "kernels/decode/problem.h"
+
+namespace flashonnx::decode {
+
+struct Grid {
+  unsigned blocks, cluster, threads, shared_bytes;
+};
+
+flashonnx_status launch_64(const Problem& problem, const Decode& decode, const Grid& grid,
+                           bool bfloat16, cudaStream_t stream);
+flashonnx_status launch_64_wide(const Problem& problem, const Decode& decode, const Grid& grid,
+                                bool bfloat16, cudaStream_t stream);
+flashonnx_status launch_128(const Problem& problem, const Decode& decode, const Grid& grid,
+                            bool bfloat16, cudaStream_t stream);
+flashonnx_status launch_128_wide(const Problem& problem, const Decode& decode, const Grid& grid,
+                                 bool bfloat16, cudaStream_t stream);
+flashonnx_status launch_256(const Problem& problem, const Decode& decode, const Grid& grid,
+                            bool bfloat16, cudaStream_t stream);
+
+// Where decode.partitions > 1. `overlap`: it may be launched while the kernel before it still runs.
+flashonnx_status launch_combine(const Problem& problem, const Decode& decode, bool bfloat16,
+                                bool overlap, cudaStream_t stream);
+
+}  // namespace flashonnx::decode
