@@ -101,7 +101,7 @@ __device__ __forceinline__ void walk(const Block<T, C>& block, const Shared<C>& 
   commit_copies();
 #pragma unroll 1
   for (int stage = 0; stage < C::kStages; ++stage) {
-    if (ahead < block.last_tile) loader.copy(ahead, pages, ring + stage * C::kStageBytes);
+    if (ahead < block.last_tile) loader.copy(p, ahead, pages, ring + stage * C::kStageBytes);
     commit_copies();
     ahead += step;
     pages = loader.pages_of(ahead);
@@ -153,7 +153,7 @@ __device__ __forceinline__ void walk(const Block<T, C>& block, const Shared<C>& 
       add_values<T, C>(scores, stage + lane_v, state);
     }
     __syncwarp();
-    if (ahead < block.last_tile) loader.copy(ahead, pages, stage);
+    if (ahead < block.last_tile) loader.copy(p, ahead, pages, stage);
     commit_copies();
     ahead += step;
     pages = loader.pages_of(ahead);

@@ -230,7 +230,8 @@ flashonnx_status launch(const Params& params, void* workspace, void* stream) {
   }
   const Grid grid = {static_cast<unsigned>(units * split.cluster * split.partitions),
                      static_cast<unsigned>(split.cluster), static_cast<unsigned>(32 * d.warps),
-                     static_cast<unsigned>(d.warps * shape.stages_bytes + shape.extra_bytes)};
+                     static_cast<unsigned>(d.warps * shape.stages_bytes + shape.extra_bytes),
+                     params.device.arch >= 90 && override_of("DECODE_PDL", 0)};
   FLASHONNX_RETURN_IF_ERROR(shape.launch(problem, d, grid, bfloat16, cuda_stream));
   if (split.partitions == 1) return ok();
   return launch_combine(problem, d, bfloat16, params.device.arch >= 90, cuda_stream);

@@ -18,22 +18,27 @@ flashonnx_status launch_kernel(const Problem& p, const Decode& d, const Grid& gr
                                             C::kMaxWarps * C::kRingBytes + C::kExtraBytes));
   FLASHONNX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                             cudaSharedmemCarveoutMaxShared));
-  cudaLaunchAttribute attribute = {};
+  cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(grid.blocks);
   config.blockDim = dim3(grid.threads);
   config.dynamicSmemBytes = grid.shared_bytes;
   config.stream = stream;
-  config.attrs = &attribute;
+  config.attrs = attributes;
+  if (grid.overlap) {
+    cudaLaunchAttribute& overlap = attributes[config.numAttrs++];
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+  }
   if (grid.cluster > 1) {
     if (grid.cluster > 8) {
       FLASHONNX_CUDA_CHECK(
           cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
     }
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = grid.cluster;
-    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-    config.numAttrs = 1;
+    cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = grid.cluster;
+    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
   }
   return cuda_status(cudaLaunchKernelEx(&config, kernel, p, d), "decode attention kernel");
 }

@@ -11,6 +11,7 @@ namespace flashonnx::decode {
 
 struct Grid {
   unsigned blocks, cluster, threads, shared_bytes;
+  bool overlap;  // may be launched while the kernel before it still runs
 };
 
 flashonnx_status launch_64(const Problem& problem, const Decode& decode, const Grid& grid,

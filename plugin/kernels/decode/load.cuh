@@ -53,14 +53,20 @@ class Loader {
   // Keys outside [begin, end) are not read and become zeros.
   __device__ __forceinline__ Loader(const Problem& p, const Decode& d, const Work& work, int begin,
                                     int end)
-      : p_(p), d_(d), begin_(begin), end_(end), row_(threadIdx.x % 32 / 8), lane_(threadIdx.x % 8) {
+      : d_(d), begin_(begin), count_(max(end - begin, 0)), row_(threadIdx.x % 32 / 8) {
+    const int lane = threadIdx.x % 8;
     const int64_t token = d.first_keys ? d.first_keys[work.batch] : 0;
     const int64_t batch = d.block_table || d.first_keys ? 0 : work.batch;
     k_ = static_cast<const char*>(p.k.data) +
-         2 * (batch * p.k.batch + work.kv_head * p.k.head + token * p.k.row) + lane_ * 16;
+         2 * (batch * p.k.batch + work.kv_head * p.k.head + token * p.k.row) + lane * 16;
     v_ = static_cast<const char*>(p.v.data) +
-         2 * (batch * p.v.batch + work.kv_head * p.v.head + token * p.v.row) + lane_ * 16;
+         2 * (batch * p.v.batch + work.kv_head * p.v.head + token * p.v.row) + lane * 16;
     table_ = d.block_table + work.batch * d.table_batch;
+#pragma unroll
+    for (int c = 0; c < kLaneChunks; ++c) {
+      k_count_[c] = (c * 8 + lane) * 8 < p.head_dim ? count_ : 0;
+      v_count_[c] = (c * 8 + lane) * 8 < p.value_dim ? count_ : 0;
+    }
   }
 
   // The pages of a tile's rows: asked for a tile earlier than the tile itself.
@@ -82,61 +88,76 @@ class Loader {
   }
 
   // Starts the copies of a tile to `shared`: K, then V.
-  __device__ __forceinline__ void copy(int tile, const Pages& pages, uint32_t shared) const {
-    const uint32_t to = shared + tile_offset<C>(row_, lane_);
+  __device__ __forceinline__ void copy(const Problem& p, int tile, Pages pages,
+                                       uint32_t shared) const {
+    const int first = tile * C::kKeys + row_;
+    const char *k[kLaneRows], *v[kLaneRows];
+    if (d_.block_table) {
+#pragma unroll
+      for (int i = 0; i < kLaneRows; ++i) {
+        const int key = first + 4 * i;
+        const uint32_t slot = key - d_.page_size.quotient(key) * d_.page_size.divisor;
+        const uint32_t page = pages.at[i];
+        k[i] = k_ + uint64_t{page} * d_.k_page_bytes + uint64_t{slot} * d_.k_row_bytes;
+        v[i] = v_ + uint64_t{page} * d_.v_page_bytes + uint64_t{slot} * d_.v_row_bytes;
+        if (page >= d_.pages) k[i] = v[i] = nullptr;
+      }
+    } else {
+      k[0] = k_ + uint64_t{static_cast<uint32_t>(first)} * d_.k_row_bytes;
+      v[0] = v_ + uint64_t{static_cast<uint32_t>(first)} * d_.v_row_bytes;
+#pragma unroll
+      for (int i = 1; i < kLaneRows; ++i) {
+        k[i] = k[i - 1] + 4 * uint64_t{d_.k_row_bytes};
+        v[i] = v[i - 1] + 4 * uint64_t{d_.v_row_bytes};
+      }
+    }
+    const uint32_t to = shared + tile_offset<C>(row_, threadIdx.x % 8);
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) {
-      const int key = tile * C::kKeys + 4 * i + row_;
-      bool valid = inside(key);
-      uint32_t slot = valid ? key : begin_;
-      const char *k = k_, *v = v_;
-      if (d_.block_table) {
-        const uint32_t page = pages.at[i];
-        valid = valid && page < d_.pages;
-        slot = valid ? key - d_.page_size.quotient(key) * d_.page_size.divisor : 0;
-        k += uint64_t{valid ? page : 0} * d_.k_page_bytes;
-        v += uint64_t{valid ? page : 0} * d_.v_page_bytes;
-      }
-      k += uint64_t{slot} * d_.k_row_bytes;
-      v += uint64_t{slot} * d_.v_row_bytes;
-      // Two steps of rows only change a bit of the swizzle that no first row has set.
+      // Four rows further only a bit of the swizzle changes, which no first row has set.
       const uint32_t row = (to ^ i % 2 * 64) + 4 * i * C::kDim * 2;
+      const uint32_t key = k[i] ? first + 4 * i - begin_ : count_;
       if (d_.vectors) {
-        copy_row(row, k, valid ? p_.head_dim : 0);
-        copy_row(row + C::kTileBytes, v, valid ? p_.value_dim : 0);
+#pragma unroll
+        for (int c = 0; c < kLaneChunks; ++c) {
+          const bool read_k = key < k_count_[c], read_v = key < v_count_[c];
+          sm80::copy_async(row + c * 128, k[i] + c * 128, read_k ? 16 : 0);
+          sm80::copy_async(row + c * 128 + C::kTileBytes, v[i] + c * 128, read_v ? 16 : 0);
+        }
       } else {
-        copy_row_slowly(row, k, valid ? p_.head_dim : 0);
-        copy_row_slowly(row + C::kTileBytes, v, valid ? p_.value_dim : 0);
+        copy_slowly(row, k[i], key < count_ ? p.head_dim : 0);
+        copy_slowly(row + C::kTileBytes, v[i], key < count_ ? p.value_dim : 0);
       }
     }
   }
 
  private:
-  __device__ __forceinline__ bool inside(int key) const { return key >= begin_ && key < end_; }
+  __device__ __forceinline__ bool inside(int key) const {
+    return static_cast<uint32_t>(key - begin_) < count_;
+  }
 
   __device__ __forceinline__ int32_t page_of(int key) const {
     return table_[d_.page_size.quotient(key) * d_.table_page];
   }
 
-  // Rows of whole chunks.
-  __device__ __forceinline__ void copy_row(uint32_t to, const char* from, int dim) const {
-#pragma unroll
+  // The lane's chunks of a row that is not one of whole, aligned chunks. A call, so that the loops
+  // that never make it stay short.
+  static __device__ __noinline__ void copy_slowly(uint32_t to, const char* from, int dim) {
+    const int lane = threadIdx.x % 8;
+#pragma unroll 1
     for (int c = 0; c < kLaneChunks; ++c) {
-      const bool read = (c * 8 + lane_) * 8 < dim;
-      sm80::copy_async(to + c * 128, read ? from + c * 128 : from - lane_ * 16, read ? 16 : 0);
+      const int chunk = c * 8 + lane, valid = max(min(dim - chunk * 8, 8), 0);
+      const T* const row = reinterpret_cast<const T*>(from - lane * 16);
+      sm80::store_shared(to + c * 128,
+                         sm80::load_elements(valid > 0 ? row + chunk * 8 : row, valid));
     }
   }
 
-  __device__ __forceinline__ void copy_row_slowly(uint32_t to, const char* from, int dim) const {
-    const T* const row = reinterpret_cast<const T*>(from - lane_ * 16);
-#pragma unroll 1
-    for (int c = 0; c < kLaneChunks; ++c) copy_elements(to + c * 128, row, c * 8 + lane_, dim);
-  }
-
-  const Problem& p_;
   const Decode& d_;
-  const int begin_, end_;
-  const int row_, lane_;
+  const int begin_;
+  const uint32_t count_;
+  const int row_;
+  uint32_t k_count_[kLaneChunks], v_count_[kLaneChunks];  // 0 past the last feature
   const char *k_, *v_;  // the lane's first chunk of key 0, or of slot 0 of page 0
   const int32_t* table_;
 };
