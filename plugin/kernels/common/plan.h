@@ -22,6 +22,7 @@ struct Divider {
     const uint32_t high = static_cast<uint32_t>(uint64_t{x} * multiplier >> 32);
     return divisor == 1 ? x : high >> (shift - 1);
   }
+  FLASHONNX_HOST_DEVICE uint32_t rest(uint32_t x) const { return x - quotient(x) * divisor; }
 };
 
 struct Plan {

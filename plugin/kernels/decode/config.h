@@ -16,8 +16,7 @@ struct Tiling {
   static constexpr int kStages = kStages_;  // tiles of keys that a warp has on their way
   static constexpr int kKeys = 16;          // of a tile
   static constexpr int kSteps = kDim / 16;  // of Q K^T over features; tiles of V^T P^T's rows
-  static constexpr int kMaxWarps = 4;
-  static constexpr int kBlocks = 2;  // meant to be resident on a multiprocessor
+  static constexpr int kMaxWarps = 8;
 
   // Shared memory: a ring of tiles for each warp; Q; a barrier for, and what other blocks of the cluster send:
   // 16-byte pieces of outputs and {maximum, sum} of each row; then the warps' own of these.
@@ -37,7 +36,7 @@ struct Tiling {
   static_assert(kRows * kOutputRow * 4 <= kRingBytes);
 };
 
-// 24 KB on their way for each warp, 2 blocks of 4 warps a multiprocessor; 3 warps at 256.
+// 24 KB on their way for each warp, 32 KB at 256.
 //                          dim  row tiles  stages
 using Tiling64 = Tiling<64, 1, 6>;
 using Tiling64Wide = Tiling<64, 2, 6>;

@@ -53,18 +53,15 @@ __device__ __forceinline__ void copy_queries(const Block<T, C>& block, uint32_t 
 #pragma unroll 1
   for (int i = threadIdx.x; i < C::kRows * kChunks; i += blockDim.x) {
     const int row = i / kChunks, chunk = i % kChunks;
-    const int used = min(row, block.rows.count - 1);
-    const int dim = row < block.rows.count ? p.head_dim : 0;
-    const T* const from = static_cast<const T*>(p.q.data) + batch * p.q.batch +
-                          block.rows.head(d, used) * p.q.head +
-                          (token + block.rows.query(d, used)) * p.q.row;
-    const uint32_t to = shared + tile_offset<C>(row, chunk);
-    if (d.q_vectors) {
-      const bool read = chunk * 8 < dim;
-      sm80::copy_async(to, read ? from + chunk * 8 : from, read ? 16 : 0);
-    } else {
-      copy_elements(to, from, chunk, dim);
+    uint4 x = {0, 0, 0, 0};
+    const int valid = min(p.head_dim - chunk * 8, 8);
+    if (row < block.rows.count && valid > 0) {
+      const T* const from = static_cast<const T*>(p.q.data) + batch * p.q.batch +
+                            block.rows.head(d, row) * p.q.head +
+                            (token + block.rows.query(d, row)) * p.q.row + chunk * 8;
+      x = d.q_vectors ? *reinterpret_cast<const uint4*>(from) : sm80::load_elements(from, valid);
     }
+    sm80::store_shared(shared + tile_offset<C>(row, chunk), x);
   }
 }
 
@@ -97,18 +94,18 @@ __device__ __forceinline__ void walk(const Block<T, C>& block, const Shared<C>& 
   const int step = d.warps;
   int tile = block.first_tile + lane.warp, ahead = tile;
   auto pages = loader.pages_of(ahead);
-  if (!kCareful) copy_queries(block, shared.queries);
-  commit_copies();
+  bool missing = false;  // a page, in this tile or one before
 #pragma unroll 1
   for (int stage = 0; stage < C::kStages; ++stage) {
-    if (ahead < block.last_tile) loader.copy(p, ahead, pages, ring + stage * C::kStageBytes);
+    if (ahead < block.last_tile)
+      missing |= !loader.copy(p, ahead, pages, ring + stage * C::kStageBytes);
     commit_copies();
     ahead += step;
     pages = loader.pages_of(ahead);
   }
   Queries<C> q;
   if (!kCareful) {
-    wait_copies<C::kStages>();
+    copy_queries(block, shared.queries);
     __syncthreads();
   }
   load_queries<C>(lane, shared.queries, q);
@@ -135,7 +132,8 @@ __device__ __forceinline__ void walk(const Block<T, C>& block, const Shared<C>& 
         factor = 1.f;
       }
     }
-    if (d.block_table) mask_missing_pages(loader, lane, first_key, scores);
+    if (d.block_table && __any_sync(0xffffffffu, missing))
+      mask_missing_pages(loader, lane, first_key, scores);
     if (first_key < block.clear_begin || first_key + C::kKeys > block.clear_end)
       apply_bounds<C>(d, block.range, lane, block.rows, first_key, scores);
     raise_maxima<C>(scores, factor, state);
@@ -153,7 +151,7 @@ __device__ __forceinline__ void walk(const Block<T, C>& block, const Shared<C>& 
       add_values<T, C>(scores, stage + lane_v, state);
     }
     __syncwarp();
-    if (ahead < block.last_tile) loader.copy(p, ahead, pages, stage);
+    if (ahead < block.last_tile) missing |= !loader.copy(p, ahead, pages, stage);
     commit_copies();
     ahead += step;
     pages = loader.pages_of(ahead);
@@ -175,7 +173,7 @@ __device__ __noinline__ void attend_carefully(const Problem& p, const Decode& d,
 }
 
 template <class T, class C>
-__global__ void __launch_bounds__(32 * C::kMaxWarps, C::kBlocks)
+__global__ void __launch_bounds__(32 * C::kMaxWarps, 1)
     attend(const __grid_constant__ Problem p, const __grid_constant__ Decode d) {
   unsigned char* const memory = sm80::shared_memory();
   wait_for_predecessor();

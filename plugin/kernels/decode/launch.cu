@@ -17,7 +17,7 @@ constexpr int64_t divide_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
 
 // What the choice of a grid knows of a tiling.
 struct Shape {
-  int dim, rows, stages_bytes, extra_bytes;
+  int dim, rows, ring_bytes, extra_bytes;
   flashonnx_status (*launch)(const Problem&, const Decode&, const Grid&, bool, cudaStream_t);
 };
 
@@ -41,32 +41,23 @@ Shape shape_of(const Params& params) {
 constexpr int kMaxWarps = Tiling128::kMaxWarps;
 constexpr int64_t kTileKeys = Tiling128::kKeys;
 constexpr int64_t kMaxPartitions = 64;
+constexpr int64_t kFixedSplits = 8;  // where results may not depend on batch mates
 
-// Rings want much shared memory. Where a multiprocessor has room for two blocks of 3 or 4 warps,
-// it gets two; on smaller ones a block has as many warps as fit.
-struct Blocks {
-  int64_t warps, resident;  // of a block; blocks on a multiprocessor
-};
-
-Blocks blocks_of(const Shape& shape, int64_t shared_memory) {
+// Warps of a block, whose rings want much shared memory, if so many blocks are to share a
+// multiprocessor.
+int64_t warps_of(const Shape& shape, int64_t shared_memory, int64_t resident) {
   constexpr int64_t kReserved = 1024;  // by the system, for each block
-  const auto fit = [&](int64_t blocks) {
-    const int64_t bytes = (shared_memory + kReserved) / blocks - kReserved - shape.extra_bytes;
-    return std::clamp<int64_t>(bytes / shape.stages_bytes, 0, kMaxWarps);
-  };
-  if (fit(2) >= 3) return {fit(2), 2};
-  return {std::max<int64_t>(fit(1), 1), 1};
+  const int64_t bytes = (shared_memory + kReserved) / resident - kReserved - shape.extra_bytes;
+  return std::clamp<int64_t>(bytes / shape.ring_bytes, resident == 1 ? 1 : 0, kMaxWarps / resident);
 }
 
-// The largest cluster that may be asked for. 8 blocks are portable; 16 want two multiprocessors in
-// three of a GPC of the data-centre parts.
+// The largest cluster that may be asked for: 8 blocks are portable.
 int64_t max_cluster(const flashonnx_device& device) {
-  if (device.arch < 90 || device.arch >= 110 || device.sm_count < 64) return 1;
-  return device.arch == 90 ? 16 : 8;
+  return device.arch >= 90 && device.arch < 110 && device.sm_count >= 64 ? 8 : 1;
 }
 
 struct Split {
-  int64_t cluster, partitions;
+  int64_t warps, cluster, partitions;
 };
 
 int override_of(const char* name, int otherwise) {
@@ -74,32 +65,39 @@ int override_of(const char* name, int otherwise) {
   return text ? std::atoi(text) : otherwise;
 }
 
-// Keys of a key head's queries are spread over a cluster, which brings its results together by
-// itself, or over several, or over blocks without clusters, which needs the workspace and another
-// kernel. As many blocks as can run side by side, but each warp should have a tile. The choice
-// rests on the capacity alone if results may not depend on batch mates.
+// The keys of a tile of rows are spread over a cluster, which brings its results together by itself,
+// or over several, or over blocks without clusters, which needs the workspace and another kernel. As
+// many blocks as can run side by side, but each warp should have a tile. The choice rests on the
+// capacity alone if results may not depend on batch mates.
 Split split_of(const Params& params, const Shape& shape) {
-  const Blocks blocks = blocks_of(shape, params.device.shared_memory);
   const int64_t rows = params.q_heads / params.kv_heads * params.q_length;
   const int64_t units = params.batch * params.kv_heads * divide_up(rows, shape.rows);
-  const int64_t tiles = divide_up(params.kv_length, kTileKeys);
-  const int64_t most = std::max<int64_t>(divide_up(tiles, blocks.warps), 1);
+  const int64_t tiles = std::max<int64_t>(divide_up(params.kv_length, kTileKeys), 1);
   const int64_t largest = max_cluster(params.device);
+  const int64_t whole = warps_of(shape, params.device.shared_memory, 1);
+  const int64_t half = warps_of(shape, params.device.shared_memory, 2);
   if (params.fixed_split) {
     constexpr int64_t kFixedTiles = 32;
-    const int64_t wanted = std::clamp<int64_t>(divide_up(tiles, kFixedTiles), 1, 8);
-    return largest > 1 ? Split{wanted, 1} : Split{1, wanted};
+    const int64_t wanted = std::clamp<int64_t>(divide_up(tiles, kFixedTiles), 1, kFixedSplits);
+    return largest > 1 ? Split{whole, wanted, 1} : Split{whole, 1, wanted};
   }
-  const int64_t slots = params.device.sm_count * blocks.resident;
-  const int64_t wanted = std::clamp<int64_t>(slots / units, 1, most);
-  Split split;
-  if (largest == 1) {
-    split = {1, std::min(wanted, kMaxPartitions)};
-  } else if (wanted <= 2 * largest) {
-    split = {std::min(wanted, largest), 1};
-  } else {
-    split = {8, std::min(wanted / 8, kMaxPartitions)};
-  }
+  // Blocks as large as a multiprocessor, unless so few fit the number of units that smaller ones,
+  // two of them on each, keep clearly more warps busy.
+  const auto spread = [&](int64_t warps, int64_t resident) {
+    const int64_t slots = params.device.sm_count * resident;
+    return std::clamp<int64_t>(slots / units, 1, divide_up(tiles, warps));
+  };
+  const auto busy = [&](int64_t warps, int64_t resident) {
+    const int64_t slots = params.device.sm_count * resident;
+    const int64_t blocks = units * spread(warps, resident);
+    return static_cast<double>(blocks * warps) / (divide_up(blocks, slots) * slots / resident);
+  };
+  const bool halves = half >= 3 && busy(half, 2) > 1.1 * busy(whole, 1);
+  const int64_t warps = halves ? half : whole, wanted = spread(warps, halves ? 2 : 1);
+  Split split = {warps, std::min(wanted, largest), 1};
+  if (largest == 1 || wanted >= 2 * largest)
+    split.partitions = std::min(wanted / split.cluster, kMaxPartitions);
+  split.warps = override_of("DECODE_WARPS", split.warps);
   split.cluster = override_of("DECODE_CLUSTER", split.cluster);
   split.partitions = override_of("DECODE_PARTITIONS", split.partitions);
   return split;
@@ -147,20 +145,18 @@ int64_t workspace_bound(const Params& params) {
                           shape_of<Tiling128>(launch_128), shape_of<Tiling128Wide>(launch_128_wide),
                           shape_of<Tiling256>(launch_256)};
   if (params.fixed_split) {
-    const int64_t rows = divide_up(params.q_heads * params.q_length, 1) * 16;
-    return partial_bytes(params, params.batch * rows, 8);
+    // Every key head has less than a tile of rows more than queries, however many heads there are.
+    const int64_t rows = params.q_heads * (params.q_length + Tiling128Wide::kRows - 1);
+    return partial_bytes(params, params.batch * rows, kFixedSplits);
   }
   int64_t rows = 0;
-  for (const Shape& shape : shapes) {
-    const Blocks blocks = blocks_of(shape, params.device.shared_memory);
-    rows = std::max(rows, params.device.sm_count * blocks.resident * shape.rows);
-  }
+  for (const Shape& shape : shapes)
+    rows = std::max(rows, int64_t{params.device.sm_count} * 2 * shape.rows);
   return rows * (divide_up(params.value_dim, 4) * 4 + 2) * 4;
 }
 
 flashonnx_status launch(const Params& params, void* workspace, void* stream) {
   const Shape shape = shape_of(params);
-  const Blocks blocks = blocks_of(shape, params.device.shared_memory);
   const Split split = split_of(params, shape);
   const int64_t group = params.q_heads / params.kv_heads;
   const int64_t row_tiles = divide_up(group * params.q_length, shape.rows);
@@ -176,7 +172,7 @@ flashonnx_status launch(const Params& params, void* workspace, void* stream) {
     d.first_queries = static_cast<const int32_t*>(params.cu_seqlens_q.data);
   if (present(params.cu_seqlens_k))
     d.first_keys = static_cast<const int32_t*>(params.cu_seqlens_k.data);
-  d.page_size = Divider(1);
+  d.page_size = Divider(1), d.pages = 1;
   d.k_row_bytes = static_cast<uint32_t>(params.k.stride[2] * 2);
   d.v_row_bytes = static_cast<uint32_t>(params.v.stride[2] * 2);
   if (paged) {
@@ -188,6 +184,7 @@ flashonnx_status launch(const Params& params, void* workspace, void* stream) {
     d.k_page_bytes = static_cast<uint32_t>(params.k.stride[0] * 2);
     d.v_page_bytes = static_cast<uint32_t>(params.v.stride[0] * 2);
     d.page_size = Divider(static_cast<uint32_t>(params.page_size));
+    d.page_of_tiles = params.page_size % kTileKeys == 0;
   }
   // Bounds that bound nothing, or all, may be cut as long as they stay so after any shift.
   constexpr int64_t kFar = 2 * kMostPositions;
@@ -203,7 +200,7 @@ flashonnx_status launch(const Params& params, void* workspace, void* stream) {
   d.kv_heads = Divider(static_cast<uint32_t>(params.kv_heads));
   d.group = Divider(static_cast<uint32_t>(group));
   d.rows = shape.rows;
-  d.warps = override_of("DECODE_WARPS", static_cast<int32_t>(blocks.warps));
+  d.warps = static_cast<int32_t>(split.warps);
   // Which strides are used: of tokens in ragged batches, not of the batch; of pages always.
   const int64_t q_batch = d.first_queries ? 1 : params.batch;
   const int64_t q_rows = d.first_queries ? 2 : params.q_length;
@@ -230,7 +227,8 @@ flashonnx_status launch(const Params& params, void* workspace, void* stream) {
   }
   const Grid grid = {static_cast<unsigned>(units * split.cluster * split.partitions),
                      static_cast<unsigned>(split.cluster), static_cast<unsigned>(32 * d.warps),
-                     static_cast<unsigned>(d.warps * shape.stages_bytes + shape.extra_bytes),
+                     static_cast<unsigned>(d.warps * shape.ring_bytes + shape.extra_bytes),
+                     static_cast<unsigned>(params.device.shared_memory),
                      params.device.arch >= 90 && override_of("DECODE_PDL", 0)};
   FLASHONNX_RETURN_IF_ERROR(shape.launch(problem, d, grid, bfloat16, cuda_stream));
   if (split.partitions == 1) return ok();

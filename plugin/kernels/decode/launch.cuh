@@ -13,18 +13,20 @@ template <class T, class C>
 flashonnx_status launch_kernel(const Problem& p, const Decode& d, const Grid& grid,
                                cudaStream_t stream) {
   const auto kernel = attend<T, C>;
-  // Per device, so not once per process; they only write fields of the loaded function.
+  // Per device, so not once per process; it only writes a field of the loaded function.
   FLASHONNX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                            C::kMaxWarps * C::kRingBytes + C::kExtraBytes));
-  FLASHONNX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                            cudaSharedmemCarveoutMaxShared));
-  cudaLaunchAttribute attributes[2] = {};
+                                            grid.shared_limit));
+  cudaLaunchAttribute attributes[3] = {};
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(grid.blocks);
   config.blockDim = dim3(grid.threads);
   config.dynamicSmemBytes = grid.shared_bytes;
   config.stream = stream;
   config.attrs = attributes;
+  // The function's own attribute of this name is lost in CUDA graphs.
+  cudaLaunchAttribute& carveout = attributes[config.numAttrs++];
+  carveout.id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+  carveout.val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
   if (grid.overlap) {
     cudaLaunchAttribute& overlap = attributes[config.numAttrs++];
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;

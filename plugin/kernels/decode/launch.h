@@ -11,6 +11,7 @@ namespace flashonnx::decode {
 
 struct Grid {
   unsigned blocks, cluster, threads, shared_bytes;
+  unsigned shared_limit;  // the device's for a block
   bool overlap;  // may be launched while the kernel before it still runs
 };
 

@@ -31,14 +31,6 @@ __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// One chunk of a row of `dim` elements, those at or past `dim` as zeros, from memory of any
-// alignment.
-template <class T>
-__device__ __forceinline__ void copy_elements(uint32_t to, const T* row, int chunk, int dim) {
-  const int valid = max(min(dim - chunk * 8, 8), 0);
-  sm80::store_shared(to, sm80::load_elements(valid > 0 ? row + chunk * 8 : row, valid));
-}
-
 // Where the keys of one batch entry and key head stand, for a lane that copies chunks lane % 8 + 8 c
 // of rows lane / 8 + 4 i of each tile.
 template <class T, class C>
@@ -46,8 +38,9 @@ class Loader {
  public:
   static constexpr int kLaneRows = C::kKeys / 4;
   static constexpr int kLaneChunks = C::kDim / 64;
+  // Pages of the lane's rows; of the tile, in at[0], where it has one only.
   struct Pages {
-    int32_t at[kLaneRows];  // of the lane's rows
+    int32_t at[kLaneRows];
   };
 
   // Keys outside [begin, end) are not read and become zeros.
@@ -69,15 +62,19 @@ class Loader {
     }
   }
 
-  // The pages of a tile's rows: asked for a tile earlier than the tile itself.
+  // The pages of a tile: asked for a tile earlier than the tile itself.
   __device__ __forceinline__ Pages pages_of(int tile) const {
     Pages pages = {};
-    if (d_.block_table) {
+    if (!d_.block_table) return pages;
+    const int first = tile * C::kKeys;
+    if (d_.page_of_tiles) {  // page numbers are known to exist up to the last key's
+      if (first < begin_ + static_cast<int>(count_)) pages.at[0] = page_of(first);
+      return pages;
+    }
 #pragma unroll
-      for (int i = 0; i < kLaneRows; ++i) {
-        const int key = tile * C::kKeys + 4 * i + row_;
-        if (inside(key)) pages.at[i] = page_of(key);
-      }
+    for (int i = 0; i < kLaneRows; ++i) {
+      const int key = first + 4 * i + row_;
+      if (inside(key)) pages.at[i] = page_of(key);
     }
     return pages;
   }
@@ -87,28 +84,31 @@ class Loader {
     return !inside(key) || static_cast<uint32_t>(page_of(key)) < d_.pages;
   }
 
-  // Starts the copies of a tile to `shared`: K, then V.
-  __device__ __forceinline__ void copy(const Problem& p, int tile, Pages pages,
+  // Starts the copies of a tile to `shared`: K, then V. False if a page is not there.
+  __device__ __forceinline__ bool copy(const Problem& p, int tile, const Pages& pages,
                                        uint32_t shared) const {
     const int first = tile * C::kKeys + row_;
     const char *k[kLaneRows], *v[kLaneRows];
-    if (d_.block_table) {
+    bool there[kLaneRows];
+    if (d_.block_table && !d_.page_of_tiles) {
 #pragma unroll
       for (int i = 0; i < kLaneRows; ++i) {
-        const int key = first + 4 * i;
-        const uint32_t slot = key - d_.page_size.quotient(key) * d_.page_size.divisor;
-        const uint32_t page = pages.at[i];
+        const uint32_t slot = d_.page_size.rest(first + 4 * i), page = pages.at[i];
         k[i] = k_ + uint64_t{page} * d_.k_page_bytes + uint64_t{slot} * d_.k_row_bytes;
         v[i] = v_ + uint64_t{page} * d_.v_page_bytes + uint64_t{slot} * d_.v_row_bytes;
-        if (page >= d_.pages) k[i] = v[i] = nullptr;
+        there[i] = page < d_.pages;
       }
     } else {
-      k[0] = k_ + uint64_t{static_cast<uint32_t>(first)} * d_.k_row_bytes;
-      v[0] = v_ + uint64_t{static_cast<uint32_t>(first)} * d_.v_row_bytes;
+      uint32_t slot = first, page = 0;
+      if (d_.block_table) slot = d_.page_size.rest(first), page = pages.at[0];
+      k[0] = k_ + uint64_t{page} * d_.k_page_bytes + uint64_t{slot} * d_.k_row_bytes;
+      v[0] = v_ + uint64_t{page} * d_.v_page_bytes + uint64_t{slot} * d_.v_row_bytes;
+      there[0] = page < d_.pages;
 #pragma unroll
       for (int i = 1; i < kLaneRows; ++i) {
         k[i] = k[i - 1] + 4 * uint64_t{d_.k_row_bytes};
         v[i] = v[i - 1] + 4 * uint64_t{d_.v_row_bytes};
+        there[i] = there[0];
       }
     }
     const uint32_t to = shared + tile_offset<C>(row_, threadIdx.x % 8);
@@ -116,7 +116,7 @@ class Loader {
     for (int i = 0; i < kLaneRows; ++i) {
       // Four rows further only a bit of the swizzle changes, which no first row has set.
       const uint32_t row = (to ^ i % 2 * 64) + 4 * i * C::kDim * 2;
-      const uint32_t key = k[i] ? first + 4 * i - begin_ : count_;
+      const uint32_t key = there[i] ? first + 4 * i - begin_ : count_;
       if (d_.vectors) {
 #pragma unroll
         for (int c = 0; c < kLaneChunks; ++c) {
@@ -129,6 +129,7 @@ class Loader {
         copy_slowly(row + C::kTileBytes, v[i], key < count_ ? p.value_dim : 0);
       }
     }
+    return there[0] && there[1] && there[2] && there[3];
   }
 
  private:

@@ -15,7 +15,8 @@ struct Decode {
   // Pages: null if K and V are contiguous.
   const int32_t* block_table;
   int64_t table_batch, table_page;  // its strides
-  uint32_t pages;  // that there are; a slot of a page that is not there is masked
+  uint32_t pages;  // that there are (1 without a table); slots of a page that is not are masked
+  int32_t page_of_tiles;  // no tile of keys is in two pages
   Divider page_size;
   uint32_t k_row_bytes, v_row_bytes, k_page_bytes, v_page_bytes;  // strides
 
