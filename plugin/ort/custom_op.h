@@ -1,4 +1,4 @@
-// flashonnx::FlashAttention as ONNX Runtime sees it: one OrtCustomOp for each execution provider
+// The operators as ONNX Runtime sees them: one OrtCustomOp for each operator, execution provider
 // and element type. The adapter only translates: attributes and tensors to the seam's struct,
 // statuses back.
 #pragma once
@@ -9,13 +9,16 @@
 
 namespace flashonnx::ort {
 
-struct AttentionOp : OrtCustomOp {
+struct Operator;
+
+struct CustomOp : OrtCustomOp {
   const OrtApi* api;
+  const Operator* definition;
   ONNXTensorElementDataType element;
   const char* provider;  // null: CPU
 };
 
-// All overloads of the operator. They have to outlive every session that knows them.
-std::vector<AttentionOp> attention_ops(const OrtApi& api);
+// All overloads of all operators. They have to outlive every session that knows them.
+std::vector<CustomOp> custom_ops(const OrtApi& api);
 
 }  // namespace flashonnx::ort
