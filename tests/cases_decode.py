@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+from cache_cases import CacheCase
+from cache_cases import typed as typed_caches
 from cases import Case, typed
+from varlen_cases import VarlenCase
 
 # Few queries and many keys: heads that share keys are packed, and the keys are spread over blocks.
 _FLOAT32 = [
@@ -43,3 +46,29 @@ _FLOAT32 = [
 ]  # fmt: skip
 
 DECODE = typed(*_FLOAT32)
+
+_PAGED = {"heads": (8, 2), "lengths": (299, 0, 130, 17), "q_length": 1, "capacity": 512, "head_dim": 64}
+CACHES = typed_caches(
+    *(CacheCase(f"decode-pages-{n}", page_size=n, **_PAGED) for n in (0, 1, 16, 64, 128, 256)),
+    *(CacheCase(f"decode-pages-{n}-d128", page_size=n, **(_PAGED | {"head_dim": 128, "capacity": n * (300 // n + 1)}))
+      for n in (3, 24, 48)),
+    *(CacheCase(f"decode-missing-{n}", page_size=n, missing=((0, 1), (2, 0)), **_PAGED) for n in (8, 16, 128)),
+    *(CacheCase(f"decode-ragged-{n}", page_size=n, ragged=(1, 4, 0, 2), slack=(1, 2), **_PAGED) for n in (0, 16, 4)),
+    CacheCase("decode-ragged-cut", page_size=16, ragged=(9, 1, 3, 2), max_q_length=4, **_PAGED),
+    CacheCase("decode-pages-q5", page_size=16, **(_PAGED | {"q_length": 5, "heads": (7, 1), "head_dim": 128})),
+    CacheCase("decode-pages-q8", page_size=16, is_causal=0, **(_PAGED | {"q_length": 8, "heads": (16, 2)})),
+    CacheCase("decode-pages-window", page_size=16, left=40, sinks=True, softcap=5.0, **(_PAGED | {"q_length": 3})),
+    CacheCase("decode-pages-mask", page_size=24, mask="b1qk", mask_dtype="T", **(_PAGED | {"q_length": 2,
+              "capacity": 504})),
+    CacheCase("decode-pages-rotary", page_size=16, rotary="half", **_PAGED),
+    CacheCase("decode-pages-odd", page_size=16, **(_PAGED | {"head_dim": 36, "value_dim": 20})),
+    CacheCase("decode-nothing-new", page_size=16, append=False, **_PAGED),
+)  # fmt: skip
+
+_ENDS = {"q_ends": (0, 1, 3, 3, 4), "k_ends": (2, 302, 400, 500, 501), "k_tokens": 510, "heads": (8, 2)}
+VARLEN = [
+    VarlenCase(f"decode-varlen-{i}-{dtype}", dtype=dtype, poison=True, **(_ENDS | more))
+    for dtype in ("float32", "float16", "bfloat16")
+    for i, more in enumerate(({}, {"is_causal": 1}, {"is_causal": 1, "left": 50, "sinks": True},
+                              {"head_dim": 128, "value_dim": 64, "heads": (3, 1)}))
+]  # fmt: skip

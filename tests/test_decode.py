@@ -7,16 +7,39 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cache_cases import CacheCase
+from cache_seam import CacheProblem
 from cases import Case
-from cases_decode import DECODE
+from cases_decode import CACHES, DECODE, VARLEN
 from flashonnx._capi import CUDA, Device, Library
 from seam import Problem
-from test_kernels import on_devices
+from varlen_cases import VarlenCase
+
+
+def on_devices(*chosen: Any) -> Any:
+    """Parametrises a test by (device, case)."""
+    parameters = [
+        pytest.param(device, case, id=f"{device}-{case.id}", marks=[] if device == "cpu" else pytest.mark.gpu)
+        for case in chosen
+        for device in ("cpu", "cuda")
+    ]
+    return pytest.mark.parametrize(("device", "case"), parameters)
 
 
 @on_devices(*DECODE)
 def test_case(library: Library, device: str, case: Case) -> None:
     Problem(library, case, device).check()
+
+
+@on_devices(*CACHES)
+def test_caches(library: Library, device: str, case: CacheCase) -> None:
+    CacheProblem(library, case, device).check()
+
+
+@on_devices(*VARLEN)
+def test_ragged(library: Library, device: str, case: VarlenCase) -> None:
+    inputs = case.inputs()
+    case.check(inputs, case.run_seam(library, device, inputs))
 
 
 @on_devices(

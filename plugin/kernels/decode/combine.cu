@@ -24,8 +24,8 @@ __global__ void __launch_bounds__(32 * kWarps)
   const int queries = queries_of(p, d, batch);
   const int first = (tile - head * d.row_tiles.divisor) * d.rows;
   const Rows rows = {first,
-                     min(queries * static_cast<int>(d.group.divisor) - first, d.rows),
-                     static_cast<int>(batch), static_cast<int>(head - batch * d.kv_heads.divisor)};
+                     min(rows_from(p, d, queries, first), d.rows), static_cast<int>(batch),
+                     static_cast<int>(head - batch * d.kv_heads.divisor)};
   const int row = static_cast<int>(packed % d.rows);
   if (row >= rows.count) return;
 

@@ -26,8 +26,8 @@ struct Block {
         work(work_of(d, sm80::block_index())),
         queries(queries_of(p, d, work.batch)),
         rows{work.row_tile * C::kRows,
-             min(queries * static_cast<int>(d.group.divisor) - work.row_tile * C::kRows, C::kRows),
-             work.batch, work.kv_head} {
+             min(rows_from(p, d, queries, work.row_tile * C::kRows), C::kRows), work.batch,
+             work.kv_head} {
     range = range_of(p, d, queries, keys_of(p, d, work.batch));
     const int first = rows.query(d, 0), last = rows.query(d, rows.count - 1);
     begin = range.lower(first), end = range.upper(last);

@@ -113,7 +113,7 @@ const char* refusal(const Params& params) {
   constexpr int64_t kMaxCount = std::numeric_limits<int32_t>::max();
   const int64_t few_keys = override_of("DECODE_FEW_KEYS", 128);
   const int64_t group = params.q_heads / params.kv_heads, rows = group * params.q_length;
-  if (params.q_length + params.kv_length > kMostPositions) {
+  if (std::max(params.q_length, params.q_tokens) + params.kv_length > kMostPositions) {
     return "counts queries and keys together up to 2^29";
   }
   if (params.kv_length < few_keys) return "is for many keys";

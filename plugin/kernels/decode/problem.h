@@ -64,18 +64,22 @@ FLASHONNX_HOST_DEVICE Work work_of(const Decode& decode, uint32_t block) {
   return work;
 }
 
-// Sequences of a ragged batch are as long as their token offsets say, within the bounds the launch
-// was given.
-FLASHONNX_HOST_DEVICE int32_t ragged_length(const int32_t* first, int32_t batch, int32_t most) {
-  return static_cast<int32_t>(clamp(int64_t{first[batch + 1]} - first[batch], 0, most));
-}
-
+// A sequence's own queries, of which the first q_length are answered, and keys.
 FLASHONNX_HOST_DEVICE int32_t queries_of(const Problem& p, const Decode& d, int32_t batch) {
-  return d.first_queries ? ragged_length(d.first_queries, batch, p.q_length) : p.q_length;
+  return d.first_queries ? d.first_queries[batch + 1] - d.first_queries[batch] : p.q_length;
 }
 
 FLASHONNX_HOST_DEVICE int32_t keys_of(const Problem& p, const Decode& d, int32_t batch) {
-  return d.first_keys ? ragged_length(d.first_keys, batch, p.key_length) : key_length_of(p, batch);
+  if (!d.first_keys) return key_length_of(p, batch);
+  const int32_t keys = d.first_keys[batch + 1] - d.first_keys[batch];
+  return keys < p.key_length ? keys : p.key_length;
+}
+
+// Packed rows to answer, from the first row of a tile on.
+FLASHONNX_HOST_DEVICE int32_t rows_from(const Problem& p, const Decode& d, int32_t queries,
+                                        int32_t first_row) {
+  const int32_t answered = queries < p.q_length ? queries : p.q_length;
+  return answered * static_cast<int32_t>(d.group.divisor) - first_row;
 }
 
 // Kernels count queries and keys in 32 bits, and sums of three such numbers have to fit.
