@@ -92,6 +92,10 @@ __device__ __forceinline__ void walk(const Block<T, C>& block, const Shared<C>& 
   const Loader<T, C> loader(p, d, block.work, block.begin, block.end);
   const uint32_t ring = sm80::shared_address(shared.rings) + lane.warp * C::kRingBytes;
   const int step = d.warps;
+  if (!kCareful) {
+    wait_for_predecessor();
+    let_dependents_launch();
+  }
   int tile = block.first_tile + lane.warp, ahead = tile;
   auto pages = loader.pages_of(ahead);
   bool missing = false;  // a page, in this tile or one before
@@ -176,10 +180,10 @@ template <class T, class C>
 __global__ void __launch_bounds__(32 * C::kMaxWarps, 1)
     attend(const __grid_constant__ Problem p, const __grid_constant__ Decode d) {
   unsigned char* const memory = sm80::shared_memory();
-  wait_for_predecessor();
-  let_dependents_launch();
+  // What does not read memory is done before: see Grid::overlap.
+  if (p.key_lengths || d.first_queries || d.first_keys) wait_for_predecessor();
   const Block<T, C> block(p, d);
-  if (block.rows.count <= 0) return;  // the whole cluster
+  if (block.rows.count <= 0) return;  // the whole cluster, which has waited
   const Shared<C> shared(memory, d.warps);
   if (d.cluster.divisor > 1) {
     if (threadIdx.x == 0) expect_from_cluster<C>(d, block.work, block.rows, shared);

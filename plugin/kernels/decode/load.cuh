@@ -38,6 +38,7 @@ class Loader {
  public:
   static constexpr int kLaneRows = C::kKeys / 4;
   static constexpr int kLaneChunks = C::kDim / 64;
+  static constexpr uint32_t kNowhere = 0xffffffff;
   // Pages of the lane's rows; of the tile, in at[0], where it has one only.
   struct Pages {
     int32_t at[kLaneRows];
@@ -55,6 +56,7 @@ class Loader {
     v_ = static_cast<const char*>(p.v.data) +
          2 * (batch * p.v.batch + work.kv_head * p.v.head + token * p.v.row) + lane * 16;
     table_ = d.block_table + work.batch * d.table_batch;
+    asm("" : "+l"(k_), "+l"(v_));  // or the tensors' addresses are added again and again
 #pragma unroll
     for (int c = 0; c < kLaneChunks; ++c) {
       k_count_[c] = (c * 8 + lane) * 8 < p.head_dim ? count_ : 0;
@@ -84,31 +86,31 @@ class Loader {
     return !inside(key) || static_cast<uint32_t>(page_of(key)) < d_.pages;
   }
 
-  // Starts the copies of a tile to `shared`: K, then V. False if a page is not there.
+  // Starts the copies of a tile to `shared`: K, then V. False if a page may not be there.
   __device__ __forceinline__ bool copy(const Problem& p, int tile, const Pages& pages,
                                        uint32_t shared) const {
     const int first = tile * C::kKeys + row_;
     const char *k[kLaneRows], *v[kLaneRows];
-    bool there[kLaneRows];
+    uint32_t place[kLaneRows];  // of the keys after the first one that is read
     if (d_.block_table && !d_.page_of_tiles) {
 #pragma unroll
       for (int i = 0; i < kLaneRows; ++i) {
         const uint32_t slot = d_.page_size.rest(first + 4 * i), page = pages.at[i];
         k[i] = k_ + uint64_t{page} * d_.k_page_bytes + uint64_t{slot} * d_.k_row_bytes;
         v[i] = v_ + uint64_t{page} * d_.v_page_bytes + uint64_t{slot} * d_.v_row_bytes;
-        there[i] = page < d_.pages;
+        place[i] = page < d_.pages ? first + 4 * i - begin_ : kNowhere;
       }
     } else {
       uint32_t slot = first, page = 0;
       if (d_.block_table) slot = d_.page_size.rest(first), page = pages.at[0];
       k[0] = k_ + uint64_t{page} * d_.k_page_bytes + uint64_t{slot} * d_.k_row_bytes;
       v[0] = v_ + uint64_t{page} * d_.v_page_bytes + uint64_t{slot} * d_.v_row_bytes;
-      there[0] = page < d_.pages;
+      place[0] = page < d_.pages ? first - begin_ : kNowhere;
 #pragma unroll
       for (int i = 1; i < kLaneRows; ++i) {
         k[i] = k[i - 1] + 4 * uint64_t{d_.k_row_bytes};
         v[i] = v[i - 1] + 4 * uint64_t{d_.v_row_bytes};
-        there[i] = there[0];
+        place[i] = page < d_.pages ? first + 4 * i - begin_ : kNowhere;
       }
     }
     const uint32_t to = shared + tile_offset<C>(row_, threadIdx.x % 8);
@@ -116,20 +118,20 @@ class Loader {
     for (int i = 0; i < kLaneRows; ++i) {
       // Four rows further only a bit of the swizzle changes, which no first row has set.
       const uint32_t row = (to ^ i % 2 * 64) + 4 * i * C::kDim * 2;
-      const uint32_t key = there[i] ? first + 4 * i - begin_ : count_;
       if (d_.vectors) {
 #pragma unroll
         for (int c = 0; c < kLaneChunks; ++c) {
-          const bool read_k = key < k_count_[c], read_v = key < v_count_[c];
+          const bool read_k = place[i] < k_count_[c], read_v = place[i] < v_count_[c];
           sm80::copy_async(row + c * 128, k[i] + c * 128, read_k ? 16 : 0);
           sm80::copy_async(row + c * 128 + C::kTileBytes, v[i] + c * 128, read_v ? 16 : 0);
         }
       } else {
-        copy_slowly(row, k[i], key < count_ ? p.head_dim : 0);
-        copy_slowly(row + C::kTileBytes, v[i], key < count_ ? p.value_dim : 0);
+        copy_slowly(row, k[i], place[i] < count_ ? p.head_dim : 0);
+        copy_slowly(row + C::kTileBytes, v[i], place[i] < count_ ? p.value_dim : 0);
       }
     }
-    return there[0] && there[1] && there[2] && there[3];
+    return place[0] != kNowhere && place[1] != kNowhere && place[2] != kNowhere &&
+           place[3] != kNowhere;
   }
 
  private:
