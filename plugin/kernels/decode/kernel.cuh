@@ -94,7 +94,7 @@ __device__ __forceinline__ void walk(const Block<T, C>& block, const Shared<C>& 
   const int step = d.warps;
   if (!kCareful) {
     wait_for_predecessor();
-    let_dependents_launch();
+    if (d.early) let_dependents_launch();
   }
   int tile = block.first_tile + lane.warp, ahead = tile;
   auto pages = loader.pages_of(ahead);
@@ -192,6 +192,7 @@ __global__ void __launch_bounds__(32 * C::kMaxWarps, 1)
   {
     RowState<C> state;
     walk<T, C, false>(block, shared, state);
+    if (!d.early) let_dependents_launch();
     const bool may_be_masked =
         p.mask.data || block.clear_begin > block.begin || block.clear_end < block.end;
     if (may_be_masked && __any_sync(0xffffffffu, holds_nonfinite<C>(state))) {

@@ -51,7 +51,7 @@ int64_t warps_of(const Shape& shape, int64_t shared_memory, int64_t resident) {
   return std::clamp<int64_t>(bytes / shape.ring_bytes, resident == 1 ? 1 : 0, kMaxWarps / resident);
 }
 
-// The largest cluster that may be asked for: 8 blocks are portable.
+// Blocks of a cluster can send each other their results; where there are none, 1.
 int64_t max_cluster(const flashonnx_device& device) {
   return device.arch >= 90 && device.arch < 110 && device.sm_count >= 64 ? 8 : 1;
 }
@@ -65,38 +65,47 @@ int override_of(const char* name, int otherwise) {
   return text ? std::atoi(text) : otherwise;
 }
 
-// The keys of a tile of rows are spread over a cluster, which brings its results together by itself,
-// or over several, or over blocks without clusters, which needs the workspace and another kernel. As
-// many blocks as can run side by side, but each warp should have a tile. The choice rests on the
-// capacity alone if results may not depend on batch mates.
+// Over how many blocks, of how many warps, the keys of a tile of rows are spread: a cluster, which
+// brings its results together by itself; or several, or blocks without clusters, which needs the
+// workspace and another kernel. The numbers were measured on an H200.
 Split split_of(const Params& params, const Shape& shape) {
   const int64_t rows = params.q_heads / params.kv_heads * params.q_length;
-  const int64_t units = params.batch * params.kv_heads * divide_up(rows, shape.rows);
+  const int64_t units = std::max<int64_t>(params.batch * params.kv_heads * divide_up(rows, shape.rows), 1);
   const int64_t tiles = std::max<int64_t>(divide_up(params.kv_length, kTileKeys), 1);
-  const int64_t largest = max_cluster(params.device);
+  const int64_t largest = max_cluster(params.device), processors = params.device.sm_count;
   const int64_t whole = warps_of(shape, params.device.shared_memory, 1);
   const int64_t half = warps_of(shape, params.device.shared_memory, 2);
+  // The capacity alone counts if results may not depend on batch mates.
   if (params.fixed_split) {
     constexpr int64_t kFixedTiles = 32;
     const int64_t wanted = std::clamp<int64_t>(divide_up(tiles, kFixedTiles), 1, kFixedSplits);
     return largest > 1 ? Split{whole, wanted, 1} : Split{whole, 1, wanted};
   }
+  // Little work: what counts is how soon it begins and how quickly results are together.
+  if (largest > 1 && units * tiles <= 8 * processors) {
+    const int64_t warps = std::min<int64_t>(whole, 4);
+    return {warps, std::clamp<int64_t>(tiles / (2 * warps), 1, largest), 1};
+  }
   // Blocks as large as a multiprocessor, unless so few fit the number of units that smaller ones,
   // two of them on each, keep clearly more warps busy.
   const auto spread = [&](int64_t warps, int64_t resident) {
-    const int64_t slots = params.device.sm_count * resident;
-    return std::clamp<int64_t>(slots / units, 1, divide_up(tiles, warps));
+    return std::clamp<int64_t>(processors * resident / units, 1, divide_up(tiles, warps));
   };
   const auto busy = [&](int64_t warps, int64_t resident) {
-    const int64_t slots = params.device.sm_count * resident;
-    const int64_t blocks = units * spread(warps, resident);
-    return static_cast<double>(blocks * warps) / (divide_up(blocks, slots) * slots / resident);
+    const int64_t slots = processors * resident, blocks = units * spread(warps, resident);
+    return static_cast<double>(blocks * warps) / (divide_up(blocks, slots) * processors);
   };
   const bool halves = half >= 3 && busy(half, 2) > 1.1 * busy(whole, 1);
   const int64_t warps = halves ? half : whole, wanted = spread(warps, halves ? 2 : 1);
-  Split split = {warps, std::min(wanted, largest), 1};
-  if (largest == 1 || wanted >= 2 * largest)
-    split.partitions = std::min(wanted / split.cluster, kMaxPartitions);
+  if (largest == 1) return {warps, 1, std::min(wanted, kMaxPartitions)};
+  // Clusters of 8 or more leave multiprocessors idle.
+  const bool many = wanted > 8 && units * tiles >= 64 * processors;
+  if (many) return {warps, 2, std::min(wanted / 2, kMaxPartitions)};
+  return {warps, std::min(wanted, largest), 1};
+}
+
+Split tuned_split_of(const Params& params, const Shape& shape) {
+  Split split = split_of(params, shape);
   split.warps = override_of("DECODE_WARPS", split.warps);
   split.cluster = override_of("DECODE_CLUSTER", split.cluster);
   split.partitions = override_of("DECODE_PARTITIONS", split.partitions);
@@ -136,7 +145,7 @@ int64_t workspace(const Params& params) {
   const int64_t rows = params.q_heads / params.kv_heads * params.q_length;
   return partial_bytes(
       params, params.batch * params.kv_heads * divide_up(rows, shape.rows) * shape.rows,
-      split_of(params, shape).partitions);
+      tuned_split_of(params, shape).partitions);
 }
 
 // Partitions are at most the blocks that run side by side, over the number of units of kRows rows.
@@ -157,7 +166,7 @@ int64_t workspace_bound(const Params& params) {
 
 flashonnx_status launch(const Params& params, void* workspace, void* stream) {
   const Shape shape = shape_of(params);
-  const Split split = split_of(params, shape);
+  const Split split = tuned_split_of(params, shape);
   const int64_t group = params.q_heads / params.kv_heads;
   const int64_t row_tiles = divide_up(group * params.q_length, shape.rows);
   const int64_t units = params.batch * params.kv_heads * row_tiles;
@@ -193,8 +202,6 @@ flashonnx_status launch(const Params& params, void* workspace, void* stream) {
       params.window_left < 0 ? -kFar : clamp(params.causal_offset - params.window_left, -kFar, kFar));
   d.last_key = static_cast<int32_t>(right < 0 ? kFar
                                               : clamp(params.causal_offset + right + 1, -kFar, kFar));
-  d.parts = Divider(static_cast<uint32_t>(split.cluster * split.partitions));
-  d.cluster = Divider(static_cast<uint32_t>(split.cluster));
   d.partitions = Divider(static_cast<uint32_t>(split.partitions));
   d.row_tiles = Divider(static_cast<uint32_t>(row_tiles));
   d.kv_heads = Divider(static_cast<uint32_t>(params.kv_heads));
@@ -225,11 +232,14 @@ flashonnx_status launch(const Params& params, void* workspace, void* stream) {
     d.partial_sums = reinterpret_cast<float2*>(
         d.partial_outputs + split.partitions * d.all_rows * d.partial_dim);
   }
-  const Grid grid = {static_cast<unsigned>(units * split.cluster * split.partitions),
-                     static_cast<unsigned>(split.cluster), static_cast<unsigned>(32 * d.warps),
-                     static_cast<unsigned>(d.warps * shape.ring_bytes + shape.extra_bytes),
-                     static_cast<unsigned>(params.device.shared_memory),
-                     params.device.arch >= 90 && override_of("DECODE_PDL", 0)};
+  d.early = override_of("DECODE_PDL", 1) != 2;
+  d.policy = override_of("DECODE_POLICY", 0);
+  Grid grid = {};
+  grid.units = units, grid.cluster = split.cluster, grid.partitions = split.partitions;
+  grid.adaptable = !params.fixed_split && split.partitions == 1 && !std::getenv("DECODE_CLUSTER");
+  grid.shared_bytes = d.warps * shape.ring_bytes + shape.extra_bytes;
+  grid.shared_limit = params.device.shared_memory;
+  grid.overlap = params.device.arch >= 90 && override_of("DECODE_PDL", 1);
   FLASHONNX_RETURN_IF_ERROR(shape.launch(problem, d, grid, bfloat16, cuda_stream));
   if (split.partitions == 1) return ok();
   return launch_combine(problem, d, bfloat16, params.device.arch >= 90, cuda_stream);

@@ -10,20 +10,17 @@
 namespace flashonnx::decode {
 
 template <class T, class C>
-flashonnx_status launch_kernel(const Problem& p, const Decode& d, const Grid& grid,
-                               cudaStream_t stream) {
+flashonnx_status launch_kernel(const Problem& p, Decode d, const Grid& grid, cudaStream_t stream) {
   const auto kernel = attend<T, C>;
   // Per device, so not once per process; it only writes a field of the loaded function.
   FLASHONNX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                            grid.shared_limit));
+                                            static_cast<int>(grid.shared_limit)));
   cudaLaunchAttribute attributes[3] = {};
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(grid.blocks);
-  config.blockDim = dim3(grid.threads);
+  config.blockDim = dim3(32 * d.warps);
   config.dynamicSmemBytes = grid.shared_bytes;
   config.stream = stream;
   config.attrs = attributes;
-  // The function's own attribute of this name is lost in CUDA graphs.
   cudaLaunchAttribute& carveout = attributes[config.numAttrs++];
   carveout.id = cudaLaunchAttributePreferredSharedMemoryCarveout;
   carveout.val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
@@ -32,16 +29,28 @@ flashonnx_status launch_kernel(const Problem& p, const Decode& d, const Grid& gr
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
   }
-  if (grid.cluster > 1) {
-    if (grid.cluster > 8) {
-      FLASHONNX_CUDA_CHECK(
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
-    }
-    cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
+  int64_t size = grid.cluster;
+  cudaLaunchAttribute& cluster = attributes[config.numAttrs];
+  if (size > 1) {
+    ++config.numAttrs;
     cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = grid.cluster;
     cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
   }
+  // A cluster has to find room in one part of the device, of which few are of a size that divides
+  // well: a cluster that comes second takes as long again.
+  for (int resident = 0; size > 1; --size) {
+    cluster.val.clusterDim.x = static_cast<unsigned>(size);
+    config.gridDim = dim3(static_cast<unsigned>(grid.units * size * grid.partitions));
+    if (!grid.adaptable) break;
+    FLASHONNX_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&resident, kernel, &config));
+    if (resident >= grid.units) break;
+  }
+  if (size == 1) {
+    cluster.val.clusterDim.x = 1;
+    config.gridDim = dim3(static_cast<unsigned>(grid.units * grid.partitions));
+  }
+  d.cluster = Divider(static_cast<uint32_t>(size));
+  d.parts = Divider(static_cast<uint32_t>(size * grid.partitions));
   return cuda_status(cudaLaunchKernelEx(&config, kernel, p, d), "decode attention kernel");
 }
 

@@ -10,9 +10,12 @@
 namespace flashonnx::decode {
 
 struct Grid {
-  unsigned blocks, cluster, threads, shared_bytes;
-  unsigned shared_limit;  // the device's for a block
-  bool overlap;  // may be launched while the kernel before it still runs
+  int64_t units;  // tiles of rows of a key head
+  int64_t cluster, partitions;
+  bool adaptable;        // the cluster may be smaller, so that all units run side by side
+  int64_t shared_bytes;  // of a block
+  int64_t shared_limit;  // of the device for a block
+  bool overlap;          // may be launched while the kernel before it still runs
 };
 
 flashonnx_status launch_64(const Problem& problem, const Decode& decode, const Grid& grid,

@@ -22,6 +22,23 @@ __device__ __forceinline__ uint32_t advance(uint32_t address, int chunk) {
   return (address ^ (chunk % 8 * 16)) + chunk / 8 * 128;
 }
 
+#ifndef DECODE_L2
+#define DECODE_L2 "128B"
+#endif
+__device__ __forceinline__ void copy_policy(uint32_t shared, const void* global, int bytes,
+                                            uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::" DECODE_L2 " [%0], [%1], 16, %2, %3;" ::"r"(shared),
+               "l"(global), "r"(bytes), "l"(policy)
+               : "memory");
+}
+__device__ __forceinline__ uint64_t policy_of(int kind) {
+  uint64_t first, normal, last;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(last));
+  return kind == 1 ? first : kind == 2 ? last : normal;
+}
+
 template <int kPending>
 __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
@@ -47,7 +64,7 @@ class Loader {
   // Keys outside [begin, end) are not read and become zeros.
   __device__ __forceinline__ Loader(const Problem& p, const Decode& d, const Work& work, int begin,
                                     int end)
-      : d_(d), begin_(begin), count_(max(end - begin, 0)), row_(threadIdx.x % 32 / 8) {
+      : d_(d), policy_(policy_of(d.policy)), begin_(begin), count_(max(end - begin, 0)), row_(threadIdx.x % 32 / 8) {
     const int lane = threadIdx.x % 8;
     const int64_t token = d.first_keys ? d.first_keys[work.batch] : 0;
     const int64_t batch = d.block_table || d.first_keys ? 0 : work.batch;
@@ -122,8 +139,8 @@ class Loader {
 #pragma unroll
         for (int c = 0; c < kLaneChunks; ++c) {
           const bool read_k = place[i] < k_count_[c], read_v = place[i] < v_count_[c];
-          sm80::copy_async(row + c * 128, k[i] + c * 128, read_k ? 16 : 0);
-          sm80::copy_async(row + c * 128 + C::kTileBytes, v[i] + c * 128, read_v ? 16 : 0);
+          copy_policy(row + c * 128, k[i] + c * 128, read_k ? 16 : 0, policy_);
+          copy_policy(row + c * 128 + C::kTileBytes, v[i] + c * 128, read_v ? 16 : 0, policy_);
         }
       } else {
         copy_slowly(row, k[i], place[i] < count_ ? p.head_dim : 0);
@@ -157,6 +174,7 @@ class Loader {
   }
 
   const Decode& d_;
+  const uint64_t policy_;
   const int begin_;
   const uint32_t count_;
   const int row_;
