@@ -3,7 +3,6 @@
 // Grid: linear in x, a warp for each packed row. Block: 4 warps, no shared memory.
 #include <cuda_runtime.h>
 
-#include "kernels/common/cuda.h"
 #include "kernels/decode/finish.cuh"
 #include "kernels/decode/launch.h"
 
@@ -51,13 +50,15 @@ flashonnx_status launch_combine(const Problem& problem, const Decode& decode, bo
   config.gridDim = dim3(static_cast<unsigned>((decode.all_rows + kWarps - 1) / kWarps));
   config.blockDim = dim3(32 * kWarps);
   config.stream = stream;
-  if (overlap) {
+  const auto kernel = bfloat16 ? combine<__nv_bfloat16> : combine<__half>;
+  bool hopper = false;
+  FLASHONNX_RETURN_IF_ERROR(has_hopper_code(reinterpret_cast<const void*>(kernel), &hopper));
+  if (hopper && overlap) {
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
     config.attrs = &attribute;
     config.numAttrs = 1;
   }
-  const auto kernel = bfloat16 ? combine<__nv_bfloat16> : combine<__half>;
   return cuda_status(cudaLaunchKernelEx(&config, kernel, problem, decode), "decode combine kernel");
 }
 

@@ -53,7 +53,7 @@ int64_t warps_of(const Shape& shape, int64_t shared_memory, int64_t resident) {
 
 // Blocks of a cluster can send each other their results; where there are none, 1.
 int64_t max_cluster(const flashonnx_device& device) {
-  return device.arch >= 90 && device.arch < 110 && device.sm_count >= 64 ? 8 : 1;
+  return device.arch == 90 && device.sm_count >= 64 ? 8 : 1;
 }
 
 struct Split {
@@ -239,10 +239,10 @@ flashonnx_status launch(const Params& params, void* workspace, void* stream) {
   grid.adaptable = !params.fixed_split && split.partitions == 1 && !std::getenv("DECODE_CLUSTER");
   grid.shared_bytes = d.warps * shape.ring_bytes + shape.extra_bytes;
   grid.shared_limit = params.device.shared_memory;
-  grid.overlap = params.device.arch >= 90 && override_of("DECODE_PDL", 1);
+  grid.overlap = params.device.arch == 90 && override_of("DECODE_PDL", 1);
   FLASHONNX_RETURN_IF_ERROR(shape.launch(problem, d, grid, bfloat16, cuda_stream));
   if (split.partitions == 1) return ok();
-  return launch_combine(problem, d, bfloat16, params.device.arch >= 90, cuda_stream);
+  return launch_combine(problem, d, bfloat16, grid.overlap, cuda_stream);
 }
 
 }  // namespace flashonnx::decode

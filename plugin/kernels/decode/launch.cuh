@@ -3,7 +3,6 @@
 
 #include <cuda_runtime.h>
 
-#include "kernels/common/cuda.h"
 #include "kernels/decode/kernel.cuh"
 #include "kernels/decode/launch.h"
 
@@ -15,6 +14,8 @@ flashonnx_status launch_kernel(const Problem& p, Decode d, const Grid& grid, cud
   // Per device, so not once per process; it only writes a field of the loaded function.
   FLASHONNX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                             static_cast<int>(grid.shared_limit)));
+  bool hopper = false;
+  FLASHONNX_RETURN_IF_ERROR(has_hopper_code(reinterpret_cast<const void*>(kernel), &hopper));
   cudaLaunchAttribute attributes[3] = {};
   cudaLaunchConfig_t config = {};
   config.blockDim = dim3(32 * d.warps);
@@ -24,12 +25,12 @@ flashonnx_status launch_kernel(const Problem& p, Decode d, const Grid& grid, cud
   cudaLaunchAttribute& carveout = attributes[config.numAttrs++];
   carveout.id = cudaLaunchAttributePreferredSharedMemoryCarveout;
   carveout.val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
-  if (grid.overlap) {
+  if (hopper && grid.overlap) {
     cudaLaunchAttribute& overlap = attributes[config.numAttrs++];
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
   }
-  int64_t size = grid.cluster;
+  int64_t size = hopper ? grid.cluster : 1;
   cudaLaunchAttribute& cluster = attributes[config.numAttrs];
   if (size > 1) {
     ++config.numAttrs;
