@@ -21,7 +21,7 @@ def on_devices(*chosen: Any) -> Any:
     parameters = [
         pytest.param(device, case, id=f"{device}-{case.id}", marks=[] if device == "cpu" else pytest.mark.gpu)
         for case in chosen
-        for device in ("cpu", "cuda")
+        for device in ("cpu", "cuda")[getattr(case, "gpu", False) :]
     ]
     return pytest.mark.parametrize(("device", "case"), parameters)
 
@@ -47,6 +47,27 @@ def test_ragged(library: Library, device: str, case: VarlenCase) -> None:
 )
 def test_unaligned_memory(library: Library, device: str, case: Case) -> None:
     Problem(library, case, device, shift=1).check()
+
+
+_REPEATED = [
+    *(c for c in DECODE if c.id in ("decode-uneven-float16", "decode-mask-bhqk-T-bfloat16", "decode-nans-float16")),
+    *(c for c in CACHES if c.id in ("decode-pages-1-bfloat16", "decode-ragged-16-float16", "decode-pages-q5-float16")),
+    # enough keys for more blocks than a cluster has
+    Case("long", dtype="bfloat16", batch=1, heads=(16, 8), q_length=1, kv_length=17_000, head_dim=64, gpu=True),
+    Case("many-heads", dtype="float16", batch=50, heads=(16, 8), q_length=2, kv_length=300, head_dim=64, is_causal=1),
+]  # fmt: skip
+
+
+@on_devices(*_REPEATED)
+def test_runs_are_bit_equal(library: Library, device: str, case: Case | CacheCase) -> None:
+    """Of a thousand; of five on the CPU."""
+    problem = (CacheProblem if isinstance(case, CacheCase) else Problem)(library, case, device)  # type: ignore[arg-type]
+    problem.check()
+    first = {name: buffer.bytes + 0 for name, buffer in problem.outputs.items()}
+    for i in range(1000 if device == "cuda" else 5):
+        problem.launch()
+        for name, buffer in problem.outputs.items():
+            assert (buffer.bytes == first[name]).all(), f"{name} of run {i}"
 
 
 _MATES = Case("mates", dtype="float16", batch=6, heads=(8, 2), q_length=1, kv_length=3000, head_dim=64,

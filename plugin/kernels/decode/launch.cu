@@ -86,8 +86,8 @@ Split split_of(const Params& params, const Shape& shape) {
     const int64_t warps = std::min<int64_t>(whole, 4);
     return {warps, std::clamp<int64_t>(tiles / (2 * warps), 1, largest), 1};
   }
-  // Blocks as large as a multiprocessor, unless so few fit the number of units that smaller ones,
-  // two of them on each, keep clearly more warps busy.
+  // Blocks as large as a multiprocessor, unless smaller ones, two of them on each, keep clearly more
+  // warps busy, or there are so many that one may begin while another ends.
   const auto spread = [&](int64_t warps, int64_t resident) {
     return std::clamp<int64_t>(processors * resident / units, 1, divide_up(tiles, warps));
   };
@@ -95,7 +95,8 @@ Split split_of(const Params& params, const Shape& shape) {
     const int64_t slots = processors * resident, blocks = units * spread(warps, resident);
     return static_cast<double>(blocks * warps) / (divide_up(blocks, slots) * processors);
   };
-  const bool halves = half >= 3 && busy(half, 2) > 1.1 * busy(whole, 1);
+  const bool halves =
+      half >= 3 && (units > processors || busy(half, 2) > 1.1 * busy(whole, 1));
   const int64_t warps = halves ? half : whole, wanted = spread(warps, halves ? 2 : 1);
   if (largest == 1) return {warps, 1, std::min(wanted, kMaxPartitions)};
   // Clusters of 8 or more leave multiprocessors idle.
