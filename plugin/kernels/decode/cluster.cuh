@@ -20,8 +20,8 @@ __device__ __forceinline__ void cluster_wait() {
 #endif
 }
 
-// Makes a barrier in shared memory that is passed once `bytes` have come by store_remote. One thread
-// calls this, before cluster_arrive.
+// Makes a barrier in shared memory that is passed once `bytes` have come by store_remote. One
+// thread calls this, before cluster_arrive.
 __device__ __forceinline__ void expect_bytes(uint32_t barrier, uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
@@ -57,8 +57,8 @@ __device__ __forceinline__ uint32_t remote_address(uint32_t shared, uint32_t ran
 __device__ __forceinline__ void store_remote(uint32_t to, float4 x, uint32_t barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::
-          "r"(to),
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(to),
       "r"(__float_as_uint(x.x)), "r"(__float_as_uint(x.y)), "r"(__float_as_uint(x.z)),
       "r"(__float_as_uint(x.w)), "r"(barrier)
       : "memory");
@@ -68,7 +68,8 @@ __device__ __forceinline__ void store_remote(uint32_t to, float4 x, uint32_t bar
 __device__ __forceinline__ void store_remote(uint32_t to, float2 x, uint32_t barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(to),
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(
+          to),
       "r"(__float_as_uint(x.x)), "r"(__float_as_uint(x.y)), "r"(barrier)
       : "memory");
 #endif

@@ -22,8 +22,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   wait_for_predecessor();
   const int queries = queries_of(p, d, batch);
   const int first = (tile - head * d.row_tiles.divisor) * d.rows;
-  const Rows rows = {first,
-                     min(rows_from(p, d, queries, first), d.rows), static_cast<int>(batch),
+  const Rows rows = {first, min(rows_from(p, d, queries, first), d.rows), static_cast<int>(batch),
                      static_cast<int>(head - batch * d.kv_heads.divisor)};
   const int row = static_cast<int>(packed % d.rows);
   if (row >= rows.count) return;
@@ -34,8 +33,8 @@ __global__ void __launch_bounds__(32 * kWarps)
   const int token = d.first_queries ? d.first_queries[batch] : 0;
   for (int feature = threadIdx.x % 32 * 4; feature < d.partial_dim; feature += 128) {
     const float4 output = outputs_of(partitions, sums.maximum, part, [&](int i) {
-      return *reinterpret_cast<const float4*>(
-          d.partial_outputs + (i * d.all_rows + packed) * d.partial_dim + feature);
+      return *reinterpret_cast<const float4*>(d.partial_outputs +
+                                              (i * d.all_rows + packed) * d.partial_dim + feature);
     });
     store_output<T>(p, d, rows, token, row, feature, sums, output);
   }

@@ -2,8 +2,8 @@
 // one another, partitions in the workspace.
 //
 // Everywhere a part of a row has a maximum m, a sum s and outputs o, all relative to 2^m; parts add
-// up as sum 2^(m_i - m) {s_i, o_i} with m the largest of all m_i. The order is fixed, so results are
-// the same bits in every run.
+// up as sum 2^(m_i - m) {s_i, o_i} with m the largest of all m_i. The order is fixed, so results
+// are the same bits in every run.
 #pragma once
 
 #include "kernels/common/finish.cuh"
@@ -62,7 +62,7 @@ __device__ __forceinline__ void store_output(const Problem& p, const Decode& d, 
   const float x[4] = {output.x * scale, output.y * scale, output.z * scale, output.w * scale};
   if (d.o_vectors) {
     *reinterpret_cast<uint2*>(static_cast<T*>(p.o.data) + at) = {pack<T>(x[0], x[1]),
-                                                                pack<T>(x[2], x[3])};
+                                                                 pack<T>(x[2], x[3])};
     return;
   }
 #pragma unroll
@@ -131,7 +131,8 @@ struct Shared {
         sums(received_sums + C::kMaxCluster * C::kRows) {}
 };
 
-// Pieces of 4 features are dealt out to the blocks of a cluster: this many to each, but for the last.
+// Pieces of 4 features are dealt out to the blocks of a cluster: this many to each, but for the
+// last.
 template <class C>
 __device__ __forceinline__ int pieces_of_block(const Decode& d, const Rows& rows) {
   return static_cast<int>(d.cluster.quotient(rows.count * C::kPieces + d.cluster.divisor - 1));
@@ -146,8 +147,8 @@ __device__ __forceinline__ void expect_from_cluster(const Decode& d, const Work&
   expect_bytes(shared.barrier, d.cluster.divisor * (mine * 16 + rows.count * 8));
 }
 
-// Everything after the last key, for the whole block. Each block of the cluster sends what it has of
-// a piece to its owner.
+// Everything after the last key, for the whole block. Each block of the cluster sends what it has
+// of a piece to its owner.
 template <class T, class C>
 __device__ __forceinline__ void finish(const Problem& p, const Decode& d, const Work& work,
                                        const Rows& rows, int token, const Shared<C>& shared) {
@@ -163,8 +164,8 @@ __device__ __forceinline__ void finish(const Problem& p, const Decode& d, const 
       const Sums sums =
           total_of(d.warps, [&](int warp) { return shared.sums[warp * C::kRows + row]; });
       const float2* const to = shared.received_sums + work.rank * C::kRows + row;
-      store_remote(remote_address(sm80::shared_address(to), owner),
-                   float2{sums.maximum, sums.sum}, remote_address(shared.barrier, owner));
+      store_remote(remote_address(sm80::shared_address(to), owner), float2{sums.maximum, sums.sum},
+                   remote_address(shared.barrier, owner));
     }
   }
   // First the warps' parts of all pieces, then the blocks' of this block's own ones: the same sums.

@@ -94,19 +94,20 @@ __device__ __forceinline__ void walk(const Block<T, C>& block, const Shared<C>& 
   const int step = d.warps;
   if (!kCareful) {
     wait_for_predecessor();
-    if (d.early) let_dependents_launch();
+    let_dependents_launch();
   }
   int tile = block.first_tile + lane.warp, ahead = tile;
-  auto pages = loader.pages_of(ahead);
+  const auto first_pages = loader.first_pages(ahead, step);
   bool missing = false;  // a page, in this tile or one before
 #pragma unroll 1
   for (int stage = 0; stage < C::kStages; ++stage) {
+    const auto pages = loader.pages_of_stage(first_pages, stage);
     if (ahead < block.last_tile)
       missing |= !loader.copy(p, ahead, pages, ring + stage * C::kStageBytes);
     commit_copies();
     ahead += step;
-    pages = loader.pages_of(ahead);
   }
+  auto pages = loader.pages_of(ahead);
   Queries<C> q;
   if (!kCareful) {
     copy_queries(block, shared.queries);
@@ -192,7 +193,6 @@ __global__ void __launch_bounds__(32 * C::kMaxWarps, 1)
   {
     RowState<C> state;
     walk<T, C, false>(block, shared, state);
-    if (!d.early) let_dependents_launch();
     const bool may_be_masked =
         p.mask.data || block.clear_begin > block.begin || block.clear_end < block.end;
     if (may_be_masked && __any_sync(0xffffffffu, holds_nonfinite<C>(state))) {

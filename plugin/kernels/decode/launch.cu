@@ -2,7 +2,6 @@
 #include "kernels/decode/launch.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <limits>
 
 #include "kernels/common/status.h"
@@ -60,17 +59,13 @@ struct Split {
   int64_t warps, cluster, partitions;
 };
 
-int override_of(const char* name, int otherwise) {
-  const char* text = std::getenv(name);
-  return text ? std::atoi(text) : otherwise;
-}
-
 // Over how many blocks, of how many warps, the keys of a tile of rows are spread: a cluster, which
 // brings its results together by itself; or several, or blocks without clusters, which needs the
 // workspace and another kernel. The numbers were measured on an H200.
 Split split_of(const Params& params, const Shape& shape) {
   const int64_t rows = params.q_heads / params.kv_heads * params.q_length;
-  const int64_t units = std::max<int64_t>(params.batch * params.kv_heads * divide_up(rows, shape.rows), 1);
+  const int64_t units =
+      std::max<int64_t>(params.batch * params.kv_heads * divide_up(rows, shape.rows), 1);
   const int64_t tiles = std::max<int64_t>(divide_up(params.kv_length, kTileKeys), 1);
   const int64_t largest = max_cluster(params.device), processors = params.device.sm_count;
   const int64_t whole = warps_of(shape, params.device.shared_memory, 1);
@@ -86,8 +81,8 @@ Split split_of(const Params& params, const Shape& shape) {
     const int64_t warps = std::min<int64_t>(whole, 4);
     return {warps, std::clamp<int64_t>(tiles / (2 * warps), 1, largest), 1};
   }
-  // Blocks as large as a multiprocessor, unless smaller ones, two of them on each, keep clearly more
-  // warps busy, or there are so many that one may begin while another ends.
+  // Blocks as large as a multiprocessor, unless smaller ones, two of them on each, keep clearly
+  // more warps busy, or there are so many that one may begin while another ends.
   const auto spread = [&](int64_t warps, int64_t resident) {
     return std::clamp<int64_t>(processors * resident / units, 1, divide_up(tiles, warps));
   };
@@ -95,22 +90,13 @@ Split split_of(const Params& params, const Shape& shape) {
     const int64_t slots = processors * resident, blocks = units * spread(warps, resident);
     return static_cast<double>(blocks * warps) / (divide_up(blocks, slots) * processors);
   };
-  const bool halves =
-      half >= 3 && (units > processors || busy(half, 2) > 1.1 * busy(whole, 1));
+  const bool halves = half >= 3 && (units > processors || busy(half, 2) > 1.1 * busy(whole, 1));
   const int64_t warps = halves ? half : whole, wanted = spread(warps, halves ? 2 : 1);
   if (largest == 1) return {warps, 1, std::min(wanted, kMaxPartitions)};
-  // Clusters of 8 or more leave multiprocessors idle.
-  const bool many = wanted > 8 && units * tiles >= 64 * processors;
+  // Where the largest clusters leave most of the device idle, several small ones.
+  const bool many = 2 * largest * units < processors * 9 / 10 && tiles >= 64 * largest;
   if (many) return {warps, 2, std::min(wanted / 2, kMaxPartitions)};
   return {warps, std::min(wanted, largest), 1};
-}
-
-Split tuned_split_of(const Params& params, const Shape& shape) {
-  Split split = split_of(params, shape);
-  split.warps = override_of("DECODE_WARPS", split.warps);
-  split.cluster = override_of("DECODE_CLUSTER", split.cluster);
-  split.partitions = override_of("DECODE_PARTITIONS", split.partitions);
-  return split;
 }
 
 int64_t partial_bytes(const Params& params, int64_t rows, int64_t partitions) {
@@ -121,12 +107,12 @@ int64_t partial_bytes(const Params& params, int64_t rows, int64_t partitions) {
 
 const char* refusal(const Params& params) {
   constexpr int64_t kMaxCount = std::numeric_limits<int32_t>::max();
-  const int64_t few_keys = override_of("DECODE_FEW_KEYS", 128);
+  constexpr int64_t kFewKeys = 128;
   const int64_t group = params.q_heads / params.kv_heads, rows = group * params.q_length;
   if (std::max(params.q_length, params.q_tokens) + params.kv_length > kMostPositions) {
     return "counts queries and keys together up to 2^29";
   }
-  if (params.kv_length < few_keys) return "is for many keys";
+  if (params.kv_length < kFewKeys) return "is for many keys";
   if (params.q_length > 1 && (rows > 64 || params.q_length > 16)) return "is for few queries";
   if (params.batch * params.kv_heads * divide_up(rows, 8) * 16 > kMaxCount)
     return "starts up to 2^31 blocks";
@@ -136,17 +122,16 @@ const char* refusal(const Params& params) {
       (paged && (far_apart(params.k.stride[0]) || far_apart(params.v.stride[0])))) {
     return "takes keys, and pages, that are up to 4 GB apart";
   }
-  if (paged && params.page_size > kMaxCount)
-    return "does pages of up to 2^31 slots";
+  if (paged && params.page_size > kMaxCount) return "does pages of up to 2^31 slots";
   return nullptr;
 }
 
 int64_t workspace(const Params& params) {
   const Shape shape = shape_of(params);
   const int64_t rows = params.q_heads / params.kv_heads * params.q_length;
-  return partial_bytes(
-      params, params.batch * params.kv_heads * divide_up(rows, shape.rows) * shape.rows,
-      tuned_split_of(params, shape).partitions);
+  return partial_bytes(params,
+                       params.batch * params.kv_heads * divide_up(rows, shape.rows) * shape.rows,
+                       split_of(params, shape).partitions);
 }
 
 // Partitions are at most the blocks that run side by side, over the number of units of kRows rows.
@@ -167,7 +152,7 @@ int64_t workspace_bound(const Params& params) {
 
 flashonnx_status launch(const Params& params, void* workspace, void* stream) {
   const Shape shape = shape_of(params);
-  const Split split = tuned_split_of(params, shape);
+  const Split split = split_of(params, shape);
   const int64_t group = params.q_heads / params.kv_heads;
   const int64_t row_tiles = divide_up(group * params.q_length, shape.rows);
   const int64_t units = params.batch * params.kv_heads * row_tiles;
@@ -200,9 +185,10 @@ flashonnx_status launch(const Params& params, void* workspace, void* stream) {
   constexpr int64_t kFar = 2 * kMostPositions;
   const int64_t right = params.is_causal ? 0 : params.window_right;
   d.first_key = static_cast<int32_t>(
-      params.window_left < 0 ? -kFar : clamp(params.causal_offset - params.window_left, -kFar, kFar));
-  d.last_key = static_cast<int32_t>(right < 0 ? kFar
-                                              : clamp(params.causal_offset + right + 1, -kFar, kFar));
+      params.window_left < 0 ? -kFar
+                             : clamp(params.causal_offset - params.window_left, -kFar, kFar));
+  d.last_key =
+      static_cast<int32_t>(right < 0 ? kFar : clamp(params.causal_offset + right + 1, -kFar, kFar));
   d.partitions = Divider(static_cast<uint32_t>(split.partitions));
   d.row_tiles = Divider(static_cast<uint32_t>(row_tiles));
   d.kv_heads = Divider(static_cast<uint32_t>(params.kv_heads));
@@ -230,17 +216,22 @@ flashonnx_status launch(const Params& params, void* workspace, void* stream) {
     d.all_rows = units * shape.rows;
     d.partial_dim = static_cast<int32_t>(divide_up(params.value_dim, 4) * 4);
     d.partial_outputs = static_cast<float*>(workspace);
-    d.partial_sums = reinterpret_cast<float2*>(
-        d.partial_outputs + split.partitions * d.all_rows * d.partial_dim);
+    d.partial_sums = reinterpret_cast<float2*>(d.partial_outputs +
+                                               split.partitions * d.all_rows * d.partial_dim);
   }
-  d.early = override_of("DECODE_PDL", 1) != 2;
-  d.policy = override_of("DECODE_POLICY", 0);
   Grid grid = {};
   grid.units = units, grid.cluster = split.cluster, grid.partitions = split.partitions;
-  grid.adaptable = !params.fixed_split && split.partitions == 1 && !std::getenv("DECODE_CLUSTER");
+  grid.adaptable = !params.fixed_split && split.partitions == 1;
   grid.shared_bytes = d.warps * shape.ring_bytes + shape.extra_bytes;
   grid.shared_limit = params.device.shared_memory;
-  grid.overlap = params.device.arch == 90 && override_of("DECODE_PDL", 1);
+  // Graphs hold such launches from CUDA 12.3 on. Where it takes long, there is nothing to win.
+  constexpr int kOverlapDriver = 12030;
+  constexpr int64_t kLongBytes = int64_t{512} << 20;
+  const int64_t bytes =
+      params.batch * params.kv_heads * params.kv_length * (params.head_dim + params.value_dim) * 2;
+  int driver = 0;
+  FLASHONNX_CUDA_CHECK(cudaDriverGetVersion(&driver));
+  grid.overlap = params.device.arch == 90 && driver >= kOverlapDriver && bytes < kLongBytes;
   FLASHONNX_RETURN_IF_ERROR(shape.launch(problem, d, grid, bfloat16, cuda_stream));
   if (split.partitions == 1) return ok();
   return launch_combine(problem, d, bfloat16, grid.overlap, cuda_stream);

@@ -22,35 +22,32 @@ flashonnx_status launch_kernel(const Problem& p, Decode d, const Grid& grid, cud
   config.dynamicSmemBytes = grid.shared_bytes;
   config.stream = stream;
   config.attrs = attributes;
-  cudaLaunchAttribute& carveout = attributes[config.numAttrs++];
-  carveout.id = cudaLaunchAttributePreferredSharedMemoryCarveout;
-  carveout.val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
-  if (hopper && grid.overlap) {
-    cudaLaunchAttribute& overlap = attributes[config.numAttrs++];
-    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlap.val.programmaticStreamSerializationAllowed = 1;
-  }
-  int64_t size = hopper ? grid.cluster : 1;
-  cudaLaunchAttribute& cluster = attributes[config.numAttrs];
-  if (size > 1) {
-    ++config.numAttrs;
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  }
-  // A cluster has to find room in one part of the device, of which few are of a size that divides
-  // well: a cluster that comes second takes as long again.
-  for (int resident = 0; size > 1; --size) {
-    cluster.val.clusterDim.x = static_cast<unsigned>(size);
-    config.gridDim = dim3(static_cast<unsigned>(grid.units * size * grid.partitions));
-    if (!grid.adaptable) break;
+  attributes[0].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+  attributes[0].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {1, 1, 1};
+  attributes[2].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[2].val.programmaticStreamSerializationAllowed = 1;
+
+  // A cluster has to find room in one part of the device, whose sizes are uneven: one that comes
+  // second takes as long again as all that came first.
+  unsigned size = hopper ? static_cast<unsigned>(grid.cluster) : 1;
+  const auto set_size = [&] {
+    attributes[1].val.clusterDim.x = size;
+    config.numAttrs = size > 1 ? 2 : 1;
+    config.gridDim = dim3(static_cast<unsigned>(grid.units * grid.partitions) * size);
+  };
+  set_size();
+  for (int resident = 0; grid.adaptable && size > 1; --size, set_size()) {
     FLASHONNX_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&resident, kernel, &config));
     if (resident >= grid.units) break;
   }
-  if (size == 1) {
-    cluster.val.clusterDim.x = 1;
-    config.gridDim = dim3(static_cast<unsigned>(grid.units * grid.partitions));
+  // Clusters of blocks that have a multiprocessor each find no room beside those that still run.
+  if (hopper && grid.overlap && (size <= 2 || 2 * grid.shared_bytes < grid.shared_limit)) {
+    if (size == 1) attributes[1] = attributes[2];
+    ++config.numAttrs;
   }
-  d.cluster = Divider(static_cast<uint32_t>(size));
+  d.cluster = Divider(size);
   d.parts = Divider(static_cast<uint32_t>(size * grid.partitions));
   return cuda_status(cudaLaunchKernelEx(&config, kernel, p, d), "decode attention kernel");
 }

@@ -1,5 +1,5 @@
-// One launch function per bucket of head dimensions, each in its own file, and the kernel that brings
-// partitions together.
+// One launch function per bucket of head dimensions, each in its own file, and the kernel that
+// brings partitions together.
 #pragma once
 
 #include <cuda_runtime_api.h>

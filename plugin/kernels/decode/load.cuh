@@ -22,23 +22,6 @@ __device__ __forceinline__ uint32_t advance(uint32_t address, int chunk) {
   return (address ^ (chunk % 8 * 16)) + chunk / 8 * 128;
 }
 
-#ifndef DECODE_L2
-#define DECODE_L2 "128B"
-#endif
-__device__ __forceinline__ void copy_policy(uint32_t shared, const void* global, int bytes,
-                                            uint64_t policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::" DECODE_L2 " [%0], [%1], 16, %2, %3;" ::"r"(shared),
-               "l"(global), "r"(bytes), "l"(policy)
-               : "memory");
-}
-__device__ __forceinline__ uint64_t policy_of(int kind) {
-  uint64_t first, normal, last;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
-  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
-  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(last));
-  return kind == 1 ? first : kind == 2 ? last : normal;
-}
-
 template <int kPending>
 __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
@@ -48,8 +31,8 @@ __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Where the keys of one batch entry and key head stand, for a lane that copies chunks lane % 8 + 8 c
-// of rows lane / 8 + 4 i of each tile.
+// Where the keys of one batch entry and key head stand, for a lane that copies chunks lane % 8 + 8
+// c of rows lane / 8 + 4 i of each tile.
 template <class T, class C>
 class Loader {
  public:
@@ -64,7 +47,7 @@ class Loader {
   // Keys outside [begin, end) are not read and become zeros.
   __device__ __forceinline__ Loader(const Problem& p, const Decode& d, const Work& work, int begin,
                                     int end)
-      : d_(d), policy_(policy_of(d.policy)), begin_(begin), count_(max(end - begin, 0)), row_(threadIdx.x % 32 / 8) {
+      : d_(d), begin_(begin), count_(max(end - begin, 0)), row_(threadIdx.x % 32 / 8) {
     const int lane = threadIdx.x % 8;
     const int64_t token = d.first_keys ? d.first_keys[work.batch] : 0;
     const int64_t batch = d.block_table || d.first_keys ? 0 : work.batch;
@@ -86,14 +69,46 @@ class Loader {
     Pages pages = {};
     if (!d_.block_table) return pages;
     const int first = tile * C::kKeys;
-    if (d_.page_of_tiles) {  // page numbers are known to exist up to the last key's
-      if (first < begin_ + static_cast<int>(count_)) pages.at[0] = page_of(first);
+    if (d_.page_of_tiles) {
+      pages.at[0] = page_before_end(first);
       return pages;
     }
 #pragma unroll
+    for (int i = 0; i < kLaneRows; ++i) pages.at[i] = page_before_end(first + 4 * i + row_);
+    return pages;
+  }
+
+  // The same of the first kStages tiles, `step` apart, at once: each lane asks for a row or two,
+  // and gives what it got to those that copy it. One after the other they would take as many
+  // latencies.
+  struct FirstPages {
+    int32_t at[(C::kStages * C::kKeys + 31) / 32];
+  };
+
+  __device__ __forceinline__ FirstPages first_pages(int tile, int step) const {
+    FirstPages first = {};
+    if (!d_.block_table) return first;
+#pragma unroll
+    for (int j = 0; j < static_cast<int>(sizeof first.at / 4); ++j) {
+      const int item = j * 32 + static_cast<int>(threadIdx.x % 32);
+      first.at[j] = page_before_end((tile + item / C::kKeys * step) * C::kKeys + item % C::kKeys);
+    }
+    return first;
+  }
+
+  __device__ __forceinline__ Pages pages_of_stage(const FirstPages& first, int stage) const {
+    int32_t mine = first.at[0];
+#pragma unroll
+    for (int j = 1; j < static_cast<int>(sizeof first.at / 4); ++j) {
+      int32_t other = first.at[j];
+      asm("" : "+r"(other));  // or the choice becomes an index into local memory
+      mine = stage / 2 == j ? other : mine;
+    }
+    Pages pages;
+#pragma unroll
     for (int i = 0; i < kLaneRows; ++i) {
-      const int key = first + 4 * i + row_;
-      if (inside(key)) pages.at[i] = page_of(key);
+      const int row = d_.page_of_tiles ? 0 : 4 * i + row_;
+      pages.at[i] = __shfl_sync(0xffffffffu, mine, stage % 2 * C::kKeys + row);
     }
     return pages;
   }
@@ -139,8 +154,8 @@ class Loader {
 #pragma unroll
         for (int c = 0; c < kLaneChunks; ++c) {
           const bool read_k = place[i] < k_count_[c], read_v = place[i] < v_count_[c];
-          copy_policy(row + c * 128, k[i] + c * 128, read_k ? 16 : 0, policy_);
-          copy_policy(row + c * 128 + C::kTileBytes, v[i] + c * 128, read_v ? 16 : 0, policy_);
+          sm80::copy_async(row + c * 128, k[i] + c * 128, read_k ? 16 : 0);
+          sm80::copy_async(row + c * 128 + C::kTileBytes, v[i] + c * 128, read_v ? 16 : 0);
         }
       } else {
         copy_slowly(row, k[i], place[i] < count_ ? p.head_dim : 0);
@@ -154,6 +169,12 @@ class Loader {
  private:
   __device__ __forceinline__ bool inside(int key) const {
     return static_cast<uint32_t>(key - begin_) < count_;
+  }
+
+  // Slots before the first key that is seen have a place in the table as well; behind the last one
+  // there may be none.
+  __device__ __forceinline__ int32_t page_before_end(int key) const {
+    return key < begin_ + static_cast<int>(count_) ? page_of(key) : 0;
   }
 
   __device__ __forceinline__ int32_t page_of(int key) const {
@@ -174,7 +195,6 @@ class Loader {
   }
 
   const Decode& d_;
-  const uint64_t policy_;
   const int begin_;
   const uint32_t count_;
   const int row_;

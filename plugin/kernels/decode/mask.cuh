@@ -10,7 +10,7 @@ namespace flashonnx::decode {
 
 // The packed rows of a tile: row r is query r / group of query head r % group.
 struct Rows {
-  int first, count;    // of the batch entry's packed rows; count <= kRows
+  int first, count;  // of the batch entry's packed rows; count <= kRows
   int batch, kv_head;
 
   __device__ __forceinline__ int query(const Decode& d, int row) const {
@@ -44,16 +44,16 @@ __device__ __forceinline__ void add_mask(const Problem& p, const Decode& d, cons
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const int row = min(n * 8 + lane.quad * 2 + e, rows.count - 1);
-      const char* const from =
-          static_cast<const char*>(p.mask.data) +
-          (rows.batch * p.mask.batch + rows.head(d, row) * p.mask.head +
-           rows.query(d, row) * p.mask.row + key * p.mask_key) *
-              d.mask_bytes;
+      const char* const from = static_cast<const char*>(p.mask.data) +
+                               (rows.batch * p.mask.batch + rows.head(d, row) * p.mask.head +
+                                rows.query(d, row) * p.mask.row + key * p.mask_key) *
+                                   d.mask_bytes;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float& score = scores[n][2 * h + e];
         uint32_t bits = 0;
-        if (key + 8 * h < limit) bits = mask_bits(from + 8 * h * p.mask_key * d.mask_bytes, d.mask_bytes);
+        if (key + 8 * h < limit)
+          bits = mask_bits(from + 8 * h * p.mask_key * d.mask_bytes, d.mask_bytes);
         const float bias = mask_bias(bits, p.mask_dtype);
         score = bias == -INFINITY ? -INFINITY : fmaf(score, factor, bias);
       }

@@ -27,8 +27,7 @@ struct Decode {
   // A cluster of `cluster` blocks and `partitions` of them share the keys of up to kRows queries.
   Divider cluster, partitions, row_tiles, kv_heads, group;
   Divider parts;  // cluster * partitions
-  int32_t rows;  // kRows of the tiling
-  int32_t early, policy;
+  int32_t rows;   // kRows of the tiling
   int32_t warps;
   int32_t q_vectors;  // rows of Q begin at multiples of 16 bytes and have a multiple of 8 elements
   int32_t vectors;    // those of K and V

@@ -1,5 +1,6 @@
-// Transposed products, and the online softmax of a warp's rows between them. As in the sm80 kernel a
-// row's maximum is a stale one, which is raised only when a score exceeds it by more than 2^kSlack.
+// Transposed products, and the online softmax of a warp's rows between them. As in the sm80 kernel
+// a row's maximum is a stale one, which is raised only when a score exceeds it by more than
+// 2^kSlack.
 #pragma once
 
 #include <cfloat>
@@ -62,8 +63,8 @@ __device__ __forceinline__ uint32_t transpose(uint32_t x) {
   return y;
 }
 
-// scores = K Q^T. `keys` is the lane's address for ldmatrix. Two sums for each score: one would be a
-// chain of kSteps dependent products.
+// scores = K Q^T. `keys` is the lane's address for ldmatrix. Two sums for each score: one would be
+// a chain of kSteps dependent products.
 template <class T, class C>
 __device__ __forceinline__ void multiply_keys(uint32_t keys, const Queries<C>& q,
                                               Scores<C>& scores) {
@@ -123,8 +124,7 @@ __device__ __forceinline__ void raise_maxima(const Scores<C>& scores, float fact
 
 // P = 2^(factor * scores - maximum), in place of the scores.
 template <class C>
-__device__ __forceinline__ void exponentiate(float factor, Scores<C>& scores,
-                                             RowState<C>& state) {
+__device__ __forceinline__ void exponentiate(float factor, Scores<C>& scores, RowState<C>& state) {
 #pragma unroll
   for (int n = 0; n < C::kRowTiles; ++n) {
 #pragma unroll
@@ -152,7 +152,8 @@ __device__ __forceinline__ void add_values(const Scores<C>& probabilities, uint3
     uint32_t v[4];
     sm80::load_matrices_transposed(v, advance(values, 2 * t));
 #pragma unroll
-    for (int n = 0; n < C::kRowTiles; ++n) sm80::multiply<T>(state.output[t][n], v, p[n][0], p[n][1]);
+    for (int n = 0; n < C::kRowTiles; ++n)
+      sm80::multiply<T>(state.output[t][n], v, p[n][0], p[n][1]);
   }
 }
 
@@ -169,9 +170,10 @@ __device__ __forceinline__ void add_values_carefully(const Lane& lane, const Sco
     for (int n = 0; n < C::kRowTiles; ++n) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const float score = __shfl_sync(0xffffffffu, key < 8 ? scores[n][e] : scores[n][2 + e], source);
-        const float p =
-            __shfl_sync(0xffffffffu, key < 8 ? probabilities[n][e] : probabilities[n][2 + e], source);
+        const float score =
+            __shfl_sync(0xffffffffu, key < 8 ? scores[n][e] : scores[n][2 + e], source);
+        const float p = __shfl_sync(
+            0xffffffffu, key < 8 ? probabilities[n][e] : probabilities[n][2 + e], source);
         const bool seen = score != -INFINITY;
 #pragma unroll
         for (int t = 0; t < C::kSteps; ++t) {
