@@ -27,6 +27,11 @@ constexpr uint32_t kOperator = kMask | kKeyLengths | kCausal | kWindow | kSoftca
 constexpr int32_t kAnyArch = 1 << 30;
 
 constexpr Kernel kTable[] = {
+#ifdef FLASHONNX_WITH_CUDA
+    {"decode", FLASHONNX_CUDA, 80, kAnyArch, kHalves, 256,
+     (kOperator & ~kEmptyRowMean) | kRagged | kPages, decode::workspace, decode::workspace_bound,
+     decode::launch, decode::refusal},
+#endif
 #ifdef FLASHONNX_WITH_SM90
     {"sm90", FLASHONNX_CUDA, 90, 90, kHalves, 256, kOperator, nullptr, nullptr, sm90::launch,
      sm90::refusal},
