@@ -19,7 +19,8 @@ HEAD = """\
 
 Every kernel of the library. A problem gets the first one, from the left, that is for its device and does all it asks
 for, so faster kernels stand before more general ones; `FLASHONNX_LOG=1` prints which one that was. Where none fits, the
-session says so with each kernel's reason. A past is joined with the new keys and values before any kernel runs.
+session says so with each kernel's reason. Before any kernel runs, a past is joined with the new keys and values, new
+keys are appended to a cache, and rotary embeddings are applied, so none of these is a kernel's own.
 
 """
 TAIL = """
@@ -73,12 +74,21 @@ def _features(source: str) -> dict[str, str]:
     names = re.search(r"kFeatureNames\[\] = \{(.+?)\};", source, re.DOTALL)
     assert names is not None, "plugin/kernels/attention.cpp: no kFeatureNames"
     words = re.findall(r'"([^"]+)"', names[1])
-    return dict(zip(words, (code for code, _ in enum), strict=True))
+    named = dict(zip(words, (code for code, _ in enum), strict=True))
+    return {word: code for word, code in named.items() if code not in ("kCache", "kRotary")}
 
 
-def _marks(source: str, name: str, features: dict[str, str]) -> list[str]:
-    has = set(re.findall(r"k\w+", _constant(source, name)))
-    return ["yes" if code in has else "no" for code in features.values()]
+def _marks(source: str, expression: str, features: dict[str, str]) -> list[str]:
+    has = _bits(source, expression)
+    return ["yes" if has & _bits(source, code) else "no" for code in features.values()]
+
+
+def _bits(source: str, expression: str) -> int:
+    """What an expression of features and constants (a | b & ~c) comes to."""
+    bits = dict(re.findall(r"^  (k\w+) = 1u << (\d+)", (KERNELS / "table.h").read_text(), re.MULTILINE))
+    names = set(re.findall(r"k\w+", expression))
+    values = {n: 1 << int(bits[n]) if n in bits else _bits(source, _constant(source, n)) for n in names}
+    return eval(" ".join(expression.split()), {"__builtins__": {}}, values)  # C's operators are Python's
 
 
 def _refusals(name: str) -> list[str]:

@@ -8,14 +8,16 @@ from collections.abc import Iterator, Mapping
 
 import onnx
 import onnx_ir as ir
-from flashonnx.export import inlining, rules, schema
-from flashonnx.export import portable as portable_bodies
-from flashonnx.export.files import check_output, load, save
-from flashonnx.export.matrices import matrix_of
-from flashonnx.export.report import Report, Site
+from flashonnx.export import rules
+from flashonnx.export.model import inlining
+from flashonnx.export.model.files import check_output, load, save
+from flashonnx.export.operator import portable as portable_bodies
+from flashonnx.export.operator import schema
+from flashonnx.export.reports.report import Report, Site
 from flashonnx.export.rules import Fusion, RefusalError, Rewrite
-from flashonnx.export.sites import LOG_SOFTMAX, WRITTEN_OUT, Candidate, find
-from flashonnx.export.softmaxes import NotSoftmaxError, restore
+from flashonnx.export.sites.finder import LOG_SOFTMAX, WRITTEN_OUT, Candidate, find
+from flashonnx.export.sites.matrices import matrix_of
+from flashonnx.export.sites.softmaxes import NotSoftmaxError, restore
 
 Model = onnx.ModelProto | ir.Model
 
@@ -28,6 +30,7 @@ def fuse(
     output: str | os.PathLike[str] | None = None,
     *,
     portable: bool = True,
+    shared_cache: bool = False,
 ) -> tuple[Model, Report]:
     """Replaces every attention in `model` that is proved to be one by a flashonnx node.
 
@@ -37,6 +40,8 @@ def fuse(
             partly written file.
         portable: also give the model a function body for each fused node, in standard operators, so
             that it runs without the library.
+        shared_cache: past and present keys of com.microsoft's GroupQueryAttention are one buffer, as long as the cache
+            can get, whatever their shapes are called: nothing is copied. Without it they may be two.
 
     Returns:
         The fused model (an onnx.ModelProto, or an onnx_ir.Model for one) and the report of every
@@ -49,7 +54,7 @@ def fuse(
     if output is not None:
         check_output(output)
     source = load(model)
-    report = fuse_ir(source.model, portable=portable)
+    report = fuse_ir(source.model, portable=portable, shared_cache=shared_cache)
     changed = any(site.fused for site in report.sites)
     result = source.result(changed)
     if output is not None:
@@ -57,7 +62,7 @@ def fuse(
     return result, report
 
 
-def fuse_ir(model: ir.Model, *, portable: bool = True) -> Report:
+def fuse_ir(model: ir.Model, *, portable: bool = True, shared_cache: bool = False) -> Report:
     """fuse() in place.
 
     Calls of model-local functions are written out if more attention can be fused then, else the functions stay.
@@ -66,18 +71,18 @@ def fuse_ir(model: ir.Model, *, portable: bool = True) -> Report:
     schema.check_nodes(_all_nodes(model))
     keys = inlining.concerned(model)
     if not keys:
-        return _fuse(model, portable, {})
+        return _fuse(model, portable, {}, shared_cache)
     try:
         copy, places = inlining.written_out(model, keys)
     except ValueError as error:
-        report = _fuse(model, portable, {})
+        report = _fuse(model, portable, {}, shared_cache)
         sites = (
             dataclasses.replace(site, reason=str(error)) if _is_left_inside(site) else site for site in report.sites
         )
         return dataclasses.replace(report, sites=tuple(sites))
-    whole = _fuse(copy, portable, places)
+    whole = _fuse(copy, portable, places, shared_cache)
     if all(_is_left_inside(site) for site in whole.sites if site.is_inside_function):
-        report = _fuse(model, portable, {})
+        report = _fuse(model, portable, {}, shared_cache)
         if whole.fused == report.fused:  # nothing gained; but there more is found, and it is known better why not
             return dataclasses.replace(report, sites=whole.sites)
     model.graph, model.ir_version = copy.graph, copy.ir_version
@@ -91,9 +96,9 @@ def _is_left_inside(site: Site) -> bool:
     return site.is_inside_function and not site.fused
 
 
-def _fuse(model: ir.Model, portable: bool, places: Mapping[ir.Node, str]) -> Report:
+def _fuse(model: ir.Model, portable: bool, places: Mapping[ir.Node, str], shared_cache: bool) -> Report:
     """Fuses all but functions; `places` tells where nodes that were written out come from."""
-    fusion = Fusion(model)
+    fusion = Fusion(model, shared_cache=shared_cache)
     fused: list[ir.Node] = []
     sites = []
     for found in find(model, fusion.facts):
@@ -137,7 +142,7 @@ def _by_rules(fusion: Fusion, candidate: Candidate) -> tuple[Site, ir.Node | Non
     if strange:
         return left(f"attribute {', '.join(strange)} of Attention is not known here, so neither is what it means")
     fitting = [rule for rule in rules.RULES if candidate.kind in rule.kinds]
-    if not fitting:
+    if not fitting and candidate.kind not in schema.OPERATORS:
         return left(f"there is no rule for {candidate.kind} yet")
     name = candidate.name
     reasons = []
@@ -155,8 +160,9 @@ def _by_rules(fusion: Fusion, candidate: Candidate) -> tuple[Site, ir.Node | Non
             if candidate.kind in ("Attention", schema.OP_TYPE):
                 node.name = candidate.node.name
             return Site(name, candidate.kind, True, rewrite.remark, describe(fusion, node)), node
-    if candidate.kind == schema.OP_TYPE:  # it is what it shall be, if not in its best form
-        return Site(name, candidate.kind, True, "already fused"), candidate.node
+    if candidate.kind in schema.OPERATORS:  # it is what it shall be, if not in its best form
+        became = describe(fusion, candidate.node) if candidate.kind != schema.OP_TYPE else ""
+        return Site(name, candidate.kind, True, "already fused", became), candidate.node
     return left("; ".join(reasons))
 
 
@@ -255,8 +261,8 @@ def describe(fusion: Fusion, node: ir.Node) -> str:
     for name, attribute in node.attributes.items():
         value = attribute.value
         parts.append(f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}")
-    for name, value in zip(schema.INPUTS[3:], node.inputs[3:], strict=False):
+    for name, value in zip(schema.inputs_of(node.op_type)[3:], node.inputs[3:], strict=False):
         if value is not None:
             dims = fusion.facts.dims(value)
             parts.append(f"{name} ({', '.join(map(str, dims))})" if dims is not None else name)
-    return f"{schema.OP_TYPE}({', '.join(parts)})"
+    return f"{node.op_type}({', '.join(parts)})"

@@ -6,11 +6,11 @@ import os
 
 import onnx
 import onnx_ir as ir
-from flashonnx.export import portable, schema
-from flashonnx.export.build import Names
-from flashonnx.export.facts import Facts
-from flashonnx.export.files import AnyModel, check_output, load, save
-from flashonnx.export.report import Report, Site
+from flashonnx.export.model.build import Names
+from flashonnx.export.model.files import AnyModel, check_output, load, save
+from flashonnx.export.operator import portable, schema
+from flashonnx.export.reports.report import Report, Site
+from flashonnx.export.values.facts import Facts
 
 
 def unfuse(model: AnyModel, output: str | os.PathLike[str] | None = None) -> tuple[onnx.ModelProto | ir.Model, Report]:
@@ -57,17 +57,17 @@ def unfuse(model: AnyModel, output: str | os.PathLike[str] | None = None) -> tup
 
 
 def _is_fused(node: ir.Node) -> bool:
-    return node.domain == schema.DOMAIN and node.op_type == schema.OP_TYPE
+    return node.domain == schema.DOMAIN and node.op_type in schema.OPERATORS
 
 
 def _replace(facts: Facts, names: Names, node: ir.Node) -> Site:
     """Puts the body of `node` in its place."""
-    label = node.name or node.outputs[0].name or schema.OP_TYPE
+    kind = node.op_type
+    label = node.name or node.outputs[0].name or kind
     try:
-        signature = portable.signature_of(facts, node, facts.opset)
+        function = ir.serde.deserialize_function(portable.function_for(facts, node, prefer_standard=True))
     except ValueError as error:
-        return Site(label, schema.OP_TYPE, True, str(error))
-    function = ir.serde.deserialize_function(portable.function_of(signature, prefer_standard=True))
+        return Site(label, kind, True, str(error))
     values: dict[ir.Value, ir.Value | None] = dict(zip(function.inputs, node.inputs, strict=True))
     outputs = dict(zip(function.outputs, node.outputs, strict=True))
     graph = node.graph
@@ -99,5 +99,5 @@ def _replace(facts: Facts, names: Names, node: ir.Node) -> Site:
             old.name, new_value.name = names.fresh(f"{name}_before"), name
     graph.remove(node, safe=True)
     standard = any(inner.op_type == "Attention" for inner in made)
-    remark = portable.caveat(signature) if standard else ""
-    return Site(label, schema.OP_TYPE, False, remark, "Attention" if standard else "plain operators")
+    remark = portable.caveat(portable.signature_of(facts, node, facts.opset)) if standard else ""
+    return Site(label, kind, False, remark, "Attention" if standard else "plain operators")

@@ -18,7 +18,16 @@ SANE = {"float32": 2e-3, "float16": 2e-2, "bfloat16": 5e-2}
 EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
-def assert_close(name: str, out: Array, ref: Array, naive: Array, rounding: float = 0.0, *, unit: float = 1.0) -> None:
+def assert_close(
+    name: str,
+    out: Array,
+    ref: Array,
+    naive: Array,
+    rounding: float = 0.0,
+    *,
+    unit: float = 1.0,
+    sane: float | None = None,
+) -> None:
     """Fails unless `out` is as good an answer as can be asked of its dtype.
 
     NaN and infinities stand in the same places, vectors (along the last dimension) that are exactly zero are so in
@@ -32,6 +41,7 @@ def assert_close(name: str, out: Array, ref: Array, naive: Array, rounding: floa
         naive: plain attention in out's dtype, see `naive_attention`.
         rounding: relative change of a probability by the last bit of its score.
         unit: what values are like, the standard deviation of V.
+        sane: what plain attention may be off by; default: by out's dtype.
     """
     assert out.shape == ref.shape, f"{name}: shape {out.shape}, expected {ref.shape}"
     got = out.astype(np.float64)
@@ -48,7 +58,7 @@ def assert_close(name: str, out: Array, ref: Array, naive: Array, rounding: floa
         error, plain = (
             np.where(finite & np.isfinite(x), np.abs(x - ref), 0) / scale for x in (got, naive.astype(np.float64))
         )
-    sane = SANE[out.dtype.name]
+    sane = sane or SANE[out.dtype.name]
     assert plain.max(initial=0) <= sane, (
         f"{name}: plain attention is off by {plain.max():.3g}: it or the reference is wrong"
     )

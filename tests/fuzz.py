@@ -4,7 +4,7 @@
 
 Problem i of seed S depends on (S, i) alone, whatever the device, the count and the number of processes; a failure says
 how to run just it. Through the seam every byte of a problem's memory is judged (`arranged.py`); through ONNX Runtime
-it is one node in a session of its own.
+it is one node in a session of its own. "cache" and "cache-ort" are the same of caches and ragged batches.
 """
 
 from __future__ import annotations
@@ -21,13 +21,18 @@ from functools import cache
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import cache_nodes
 import draw as drawing
+import draw_cache
 import seam
 from arranged import Arranged
+from cache_cases import CacheCase
+from cache_seam import CacheProblem, check_cache_outputs
 from flashonnx._capi import Library
 from flashonnx._library import library_path
 from nodes import one_node, open_session, run
 from seam import check_outputs
+from varlen_cases import VarlenCase
 
 STALLED = 120.0  # seconds after which a problem counts as one that never ends
 
@@ -58,6 +63,8 @@ class Fuzzer:
             Exception: whatever is wrong.
         """
         parts = self.draw(index)
+        if self.through.startswith("cache"):
+            return check_cache(parts[0], self.device, None if self.through == "cache-ort" else library or _library())
         if self.through == "seam":
             seam.arch = self.arch or seam.arch
             return Arranged(library or _library(), *parts, device=self.device).check()
@@ -79,6 +86,8 @@ class Fuzzer:
     def draw(self, index: int) -> tuple[Any, ...]:
         """The case and, for the seam, its arrangement."""
         numbers = drawing.Seeded(self.seed, index)
+        if self.through.startswith("cache"):
+            return (draw_cache.problem(numbers, f"{self.seed}:{index}"),)
         node = self.through == "ort"
         case = drawing.problem(numbers, f"{self.seed}:{index}", node=node)
         return (case,) if node else (case, drawing.arrange(numbers, case))
@@ -104,6 +113,22 @@ class Outcome:
     kernel: str
     failure: str = ""
     device_lost: bool = False
+
+
+def check_cache(case: CacheCase | VarlenCase, device: str, library: Library | None) -> str:
+    """Runs and judges one problem with a cache or of a ragged batch, through the seam if there is a library."""
+    inputs = case.inputs()
+    if isinstance(case, VarlenCase):
+        if library:
+            case.check(inputs, case.run_seam(library, device, inputs))
+        else:
+            case.check(inputs, case.run_node(open_session(case.node(inputs), device), inputs))
+    elif library:
+        CacheProblem(library, case, device).check()
+    else:
+        session = open_session(cache_nodes.one_node(case, inputs), device)
+        check_cache_outputs(case, inputs, cache_nodes.run(session, case, inputs))
+    return type(case).__name__
 
 
 @cache
@@ -219,7 +244,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--only", type=int, help="one problem, which is described whatever becomes of it")
-    parser.add_argument("--through", choices=("seam", "ort"), default="seam")
+    parser.add_argument("--through", choices=("seam", "ort", "cache", "cache-ort"), default="seam")
     parser.add_argument("--arch", type=int, help="kernels of an older compute capability than the device's: 80")
     parser.add_argument("--minutes", type=float, default=60.0, help="the end, if the count is not reached before")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")

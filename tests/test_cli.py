@@ -1,138 +1,170 @@
-"""The command `flashonnx`: what it writes, what it says, how it exits."""
+"""The command `flashonnx`: what fuse, unfuse and verify write, what they say, how they exit."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
-import flashonnx
 import numpy as np
 import onnx
 import pytest
-from flashonnx import cli
-from onnx import TensorProto, helper, numpy_helper
+from cli_driver import Command, flashonnx_command, plain, written_out
 
-onnxruntime = pytest.importorskip("onnxruntime")
-
-
-def written_out(scale: float = 0.25) -> onnx.ModelProto:
-    """Attention as MatMul, Mul, Softmax, MatMul."""
-    shape = ("batch", 4, "sequence", 16)
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in "QKVY"]
-    nodes = [
-        helper.make_node("Transpose", ["K"], ["KT"], perm=(0, 1, 3, 2), name="transpose"),
-        helper.make_node("MatMul", ["Q", "KT"], ["QK"], name="product"),
-        helper.make_node("Mul", ["QK", "scale"], ["scores"], name="scaling"),
-        helper.make_node("Softmax", ["scores"], ["P"], axis=-1, name="probabilities"),
-        helper.make_node("MatMul", ["P", "V"], ["Y"], name="mean"),
-    ]
-    graph = helper.make_graph(
-        nodes, "attention", values[:3], values[3:], [numpy_helper.from_array(np.float32(scale), "scale")]
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+pytest.importorskip("onnxruntime")
+__all__ = ["flashonnx_command", "plain"]
+COMMANDS = ("fuse", "export", "unfuse", "inspect", "verify", "bench", "doctor")
 
 
-@pytest.fixture
-def plain(tmp_path: Path) -> Path:
-    onnx.save(written_out(), tmp_path / "plain.onnx")
-    return tmp_path / "plain.onnx"
+def test_fuse_verify_unfuse(plain: Path, flashonnx_command: Command) -> None:
+    said = flashonnx_command("fuse", plain, "-o", "fused.onnx", "--report", "html", "--report", "report.json")
+    assert "1 of 1 attentions fused" in said and "probabilities" in said
+    assert [node.op_type for node in onnx.load("fused.onnx").graph.node] == ["FlashAttention"]
+    assert json.loads(Path("report.json").read_text())["fused"] == 1
+    assert "1 of 1" in Path("fused.report.html").read_text()
+
+    said = flashonnx_command("verify", plain, "fused.onnx", "--dim", "batch=2", "--dim", "sequence=21")
+    assert "The models agree" in said and "batch=2, sequence=21" in said
+
+    said = flashonnx_command("unfuse", "fused.onnx", "-o", "back.onnx")
+    assert said == "1 of 1 FlashAttention nodes are standard operators again\n"
+    assert not any(node.domain == "flashonnx" for node in onnx.load("back.onnx").graph.node)
+    flashonnx_command("verify", plain, "back.onnx")
 
 
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: object) -> tuple[int, str]:
-    """Exit code and all that was said."""
-    monkeypatch.setattr(sys, "argv", ["flashonnx", *map(str, arguments)])
-    with pytest.raises(SystemExit) as exit_:
-        cli.main()
-    captured = capsys.readouterr()
-    assert "Traceback" not in captured.err
-    return exit_.value.code, captured.out + captured.err
+def test_json_is_all_there_is_on_stdout(plain: Path, flashonnx_command: Command) -> None:
+    done = flashonnx_command.json("fuse", plain, "-o", "fused.onnx", "--dim", "sequence=10", "--report", "html")
+    assert (done["fused"], done["total"], done["output"]) == (1, 1, "fused.onnx")
+    assert done["reports"] == ["fused.report.html"] and done["bytes_saved"] == 4 * 10 * 10 * 4
+    done = flashonnx_command.json("fuse", plain, "--explain", "product", "--explain", "mean")
+    assert set(done["explained"]) == {"product", "mean"}
+    done = flashonnx_command.json("verify", plain, "fused.onnx", "--bisect")
+    assert done["ok"] and done["parted"] is None and len(done["cases"]) == 4
+    assert done["outputs"][0]["name"] == "Y" and done["outputs"][0]["error"] <= done["outputs"][0]["allowed"]
+    assert [node["value"] for node in done["nodes"]] == ["Y"]
+    done = flashonnx_command.json("unfuse", "fused.onnx", "-o", "back.onnx")
+    assert done["total"] == 1 and done["fused"] == 0
+    done = flashonnx_command.json("fuse", "missing.onnx", "-o", "fused.onnx", code=2)
+    assert "missing.onnx" in done["error"] and "missing.onnx" in flashonnx_command.err
 
 
-def test_fuse_verify_unfuse(
-    plain: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    fused, back = tmp_path / "fused.onnx", tmp_path / "back.onnx"
-    reports = ["--json", tmp_path / "report.json", "--html", tmp_path / "report.html"]
-    code, said = run(capsys, monkeypatch, "fuse", plain, "-o", fused, *reports)
-    assert code == 0 and "1 of 1 attentions fused" in said and "probabilities" in said
-    assert [node.op_type for node in onnx.load(fused).graph.node] == ["FlashAttention"]
-    assert json.loads((tmp_path / "report.json").read_text())["fused"] == 1
-    assert "1 of 1" in (tmp_path / "report.html").read_text()
-
-    code, said = run(capsys, monkeypatch, "verify", plain, fused, "--dim", "batch=2", "--dim", "sequence=21")
-    assert code == 0 and "The models agree" in said and "batch=2, sequence=21" in said
-
-    code, said = run(capsys, monkeypatch, "unfuse", fused, "-o", back)
-    assert code == 0 and said == "1 of 1 FlashAttention nodes are standard operators again\n"
-    assert not any(node.domain == "flashonnx" for node in onnx.load(back).graph.node)
-    code, said = run(capsys, monkeypatch, "verify", plain, back)
-    assert code == 0, said
+def test_without_bodies(plain: Path, flashonnx_command: Command) -> None:
+    flashonnx_command("fuse", plain, "-o", "portable.onnx")
+    flashonnx_command("fuse", plain, "-o", "bare.onnx", "--no-portable")
+    assert onnx.load("portable.onnx").functions and not onnx.load("bare.onnx").functions
 
 
-def test_without_bodies(
-    plain: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    run(capsys, monkeypatch, "fuse", plain, "-o", tmp_path / "portable.onnx")
-    run(capsys, monkeypatch, "fuse", plain, "-o", tmp_path / "bare.onnx", "--no-portable")
-    assert onnx.load(tmp_path / "portable.onnx").functions and not onnx.load(tmp_path / "bare.onnx").functions
+def test_for_tensorrt(plain: Path, flashonnx_command: Command) -> None:
+    """What prepare_for_tensorrt makes: no bodies, and the domain that the parser or the provider knows."""
+    flashonnx_command("fuse", plain, "-o", "trt.onnx", "--for", "tensorrt")
+    flashonnx_command("fuse", plain, "-o", "ep.onnx", "--for", "onnxruntime-tensorrt")
+    models = [onnx.load(name) for name in ("trt.onnx", "ep.onnx")]
+    assert not any(model.functions for model in models)
+    assert [model.graph.node[-1].domain for model in models] == ["flashonnx", "trt.plugins"]
+    assert sorted(path.name for path in Path().iterdir()) == ["ep.onnx", "plain.onnx", "trt.onnx"]
+    assert "--output" in flashonnx_command("fuse", plain, "--for", "tensorrt", "--report", "html", code=2)
 
 
-def test_verify_of_wrong_models_exits_with_1(
-    plain: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    onnx.save(written_out(scale=0.26), tmp_path / "wrong.onnx")
-    code, said = run(capsys, monkeypatch, "verify", plain, tmp_path / "wrong.onnx")
-    assert code == 1 and "The models DIFFER" in said
+def test_strict(plain: Path, flashonnx_command: Command) -> None:
+    onnx.save(written_out(exposed=True), "exposed.onnx")
+    flashonnx_command("fuse", plain, "-o", "fused.onnx", "--strict")
+    assert "output of the model" in flashonnx_command("fuse", "exposed.onnx", "-o", "same.onnx")
+    flashonnx_command("fuse", "exposed.onnx", "-o", "same.onnx", "--strict", code=1)
 
 
-def test_verify_with_given_inputs(
-    plain: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    np.savez(tmp_path / "inputs.npz", **{name: np.ones((1, 4, 5, 16), np.float32) for name in "QKV"})
-    code, said = run(capsys, monkeypatch, "verify", plain, plain, "--inputs", tmp_path / "inputs.npz")
-    assert code == 0 and "the given inputs" in said
+def test_verify_of_wrong_models(plain: Path, flashonnx_command: Command) -> None:
+    onnx.save(written_out(scale=0.26), "wrong.onnx")
+    said = flashonnx_command("verify", plain, "wrong.onnx", code=1)
+    assert "The models DIFFER" in said and "They part at Mul 'scaling', value 'scores'" in said
+    said = flashonnx_command("verify", plain, "wrong.onnx", "--no-bisect", code=1)
+    assert "They part" not in said
+    done = flashonnx_command.json("verify", plain, "wrong.onnx", code=1)
+    assert not done["ok"] and done["parted"]["node"] == "Mul 'scaling'"
+    assert len(done["parted"]["distribution"]) == len(done["parted"]["quantiles"])
 
 
-def test_errors_are_one_line_and_exit_with_2(
-    plain: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    broken = tmp_path / "broken.onnx"
+def test_verify_sweeps_dimensions(plain: Path, flashonnx_command: Command) -> None:
+    done = flashonnx_command.json("verify", plain, plain, "--dim", "batch=2", "--dim", "sequence=3,40,7")
+    assert done["cases"] == ["batch=2, sequence=3", "batch=2, sequence=40", "batch=2, sequence=7"]
+
+
+def test_verify_with_given_inputs(plain: Path, flashonnx_command: Command) -> None:
+    random = np.random.default_rng(0)
+    for length in (5, 6):
+        arrays = {name: random.standard_normal((1, 4, length, 16), np.float32) for name in "QKV"}
+        np.savez(f"{length}.npz", **arrays)
+    said = flashonnx_command("verify", plain, plain, "--inputs", "5.npz", "--inputs", "6.npz", "--provider", "CPU")
+    assert said.count("the given inputs") == 2
+
+
+def test_verify_reports(plain: Path, flashonnx_command: Command) -> None:
+    """A page that needs nothing else, the figure in it, and the figure alone."""
+    pytest.importorskip("matplotlib")
+    onnx.save(written_out(scale=0.26), "wrong.onnx")
+    reports = [argument for kind in ("html", "json", "figure.png") for argument in ("--report", kind)]
+    flashonnx_command("verify", plain, "wrong.onnx", *reports, code=1)
+    page = Path("wrong.verify.html").read_text()
+    assert "The models differ" in page and "scaling" in page and 'src="data:image/png;base64,' in page
+    assert not any(word in page for word in ("http://", "https://", "<script", "<link"))
+    assert Path("figure.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads(Path("wrong.verify.json").read_text())["parted"]["value"] == "scores"
+
+
+def test_without_matplotlib(plain: Path, flashonnx_command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page says so; a figure that was asked for by name is an error, before anything is run."""
+    from flashonnx.cli import _figures
+
+    monkeypatch.setattr(_figures, "available", lambda: False)
+    flashonnx_command("verify", plain, plain, "--report", "html", "--dim", "sequence=5", "--dim", "batch=1")
+    assert "pip install matplotlib" in Path("plain.verify.html").read_text()
+    said = flashonnx_command("verify", plain, "missing.onnx", "--report", "png", code=2)
+    assert "pip install 'flashonnx[plots]'" in said
+
+
+def test_errors_are_one_line_and_exit_with_2(plain: Path, flashonnx_command: Command, tmp_path: Path) -> None:
+    broken, output, array = tmp_path / "broken.onnx", tmp_path / "out.onnx", tmp_path / "array.npy"
     broken.write_bytes(b"this is no model")
-    output, array = tmp_path / "out.onnx", tmp_path / "array.npy"
     np.save(array, np.ones(3))
+    fuse = ("fuse", plain, "-o", output)
     for arguments, expected in (
         (("fuse", tmp_path / "missing.onnx", "-o", output), "missing.onnx"),
         (("fuse", broken, "-o", output), "not an ONNX model"),
         (("unfuse", broken, "-o", output), "not an ONNX model"),
+        (("inspect", broken), "not an ONNX model"),
         (("verify", plain, tmp_path / "missing.onnx"), "missing.onnx"),
         (("verify", plain, plain, "--dim", "batch"), "NAME=VALUE"),
+        (("verify", plain, plain, "--dim", "batch=2,x"), "NAME=VALUE"),
         (("verify", plain, plain, "--dim", "nothing=3"), "no input has a dimension 'nothing'"),
         (("verify", plain, plain, "--inputs", array), "holds one array without a name"),
         (("verify", plain, plain, "--inputs", broken), "is expected to be an .npz file"),
         (("verify", plain, plain, "--inputs", tmp_path / "missing.npz"), "missing.npz"),
-        (("fuse", plain, "-o", output, "--json", tmp_path / "none" / "report.json"), "there is no folder"),
-        (("fuse", plain, "-o", output, "--html", tmp_path / "none" / "report.html"), "there is no folder"),
-        (("fuse", plain, "-o", output, "--html", tmp_path), "it is a folder"),
-        (("fuse", plain, "-o", output, "--json", output), "both the model and a report"),
-        (("fuse", plain, "-o", output, "--explain", "probabilitys"), "did you mean 'probabilities'?"),
+        (("verify", plain, plain, "--report", "pdf"), "--report is expected to be html or json or png"),
+        ((*fuse, "--report", tmp_path / "none" / "report.json"), "there is no folder"),
+        ((*fuse, "--report", tmp_path / "none.png"), "--report is expected to be html or json"),
+        (("fuse", plain, "-o", tmp_path / "none" / "out.onnx"), "there is no folder"),
+        (("fuse", plain, "-o", "report.json", "--report", "report.json"), "both the model and a report"),
+        ((*fuse, "--dim", "sequence=2,3"), "one value"),
+        ((*fuse, "--explain", "probabilitys"), "did you mean 'probabilities'?"),
         (("fuse", plain), "--output"),
+        (("bench", tmp_path / "missing.onnx", plain), "missing.onnx"),
+        (("bench", "--lengths", "a"), "--lengths are expected as numbers"),
+        (("bench", "--heads", "3", "--kv-heads", "2"), "multiple of --kv-heads"),
+        (("bench", "--peers", "nobody"), "--peers are flashonnx, ORT Attention"),
+        (("inspect", plain, "--gpu", "7.5"), "--gpu is expected to be a compute capability"),
     ):
-        code, said = run(capsys, monkeypatch, *arguments)
-        assert code == 2 and expected in said, said
+        said = flashonnx_command(*arguments, code=2)
+        assert expected in said, said
         assert said.startswith("flashonnx: ") and said.count("\n") == 1, said
     assert not output.exists()
 
 
-def test_explain(
-    plain: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_explain(plain: Path, flashonnx_command: Command) -> None:
     """Any node of an attention, and one of none; a file is written only if asked for."""
     lengths = ("--dim", "batch=2", "--dim", "sequence=100")
     for name in ("probabilities", "product", "scaling", "P"):
-        code, said = run(capsys, monkeypatch, "fuse", plain, "--explain", name, *lengths)
-        assert code == 0
+        said = flashonnx_command("fuse", plain, "--explain", name, *lengths)
         assert said.startswith("probabilities: Softmax, fused\n")
         for words in (
             "MatMul 'product' > Mul 'scaling' > Softmax 'probabilities' > MatMul 'mean'",
@@ -141,39 +173,70 @@ def test_explain(
             "FlashAttention(4-D, scale=0.25)",
         ):
             assert words in said
-    code, said = run(capsys, monkeypatch, "fuse", plain, "--explain", "transpose")
-    assert code == 0 and said.startswith("Transpose 'transpose' is part of no attention: ")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["plain.onnx"]
-    code, said = run(capsys, monkeypatch, "fuse", plain, "-o", plain, "--explain", "probabilities")
-    assert code == 0 and said.startswith("probabilities: Softmax, fused")
+    said = flashonnx_command("fuse", plain, "--explain", "transpose")
+    assert said.startswith("Transpose 'transpose' is part of no attention: ")
+    assert [path.name for path in Path().iterdir()] == ["plain.onnx"]
+    said = flashonnx_command("fuse", plain, "-o", plain, "--explain", "probabilities")
+    assert said.startswith("probabilities: Softmax, fused")
     assert [node.op_type for node in onnx.load(plain).graph.node] == ["FlashAttention"]
 
 
-def test_reports_without_a_model(
-    plain: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    code, said = run(capsys, monkeypatch, "fuse", plain, "--json", tmp_path / "r.json", "--dim", "sequence=10")
-    assert code == 0 and "1.6 kB of queries by keys no longer formed (at batch=1, sequence=10)" in said
-    assert json.loads((tmp_path / "r.json").read_text())["bytes_saved"] == 4 * 10 * 10 * 4
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["plain.onnx", "r.json"]
+def test_reports_without_a_model(plain: Path, flashonnx_command: Command) -> None:
+    said = flashonnx_command("fuse", plain, "--report", "json", "--dim", "sequence=10")
+    assert "1.6 kB of queries by keys no longer formed (at batch=1, sequence=10)" in said
+    assert json.loads(Path("plain.report.json").read_text())["bytes_saved"] == 4 * 10 * 10 * 4
+    assert sorted(path.name for path in Path().iterdir()) == ["plain.onnx", "plain.report.json"]
 
 
-def test_info(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    code, said = run(capsys, monkeypatch, "info")
-    assert code == 0
-    assert flashonnx.library_path() in said and "CPUExecutionProvider" in said
-    assert "cpu (float32, float16, bfloat16)" in said
-    foreign = next(Path(onnxruntime.__file__).parent.glob("capi/*.so*"))
-    monkeypatch.setenv("FLASHONNX_LIBRARY", str(foreign))
-    code, said = run(capsys, monkeypatch, "info")
-    assert code == 0 and "a shared library, but not flashonnx's" in said
-    monkeypatch.setenv("FLASHONNX_LIBRARY", str(tmp_path / "missing.so"))
-    code, said = run(capsys, monkeypatch, "info")
-    assert code == 0 and "no: the flashonnx library" in said and "does not exist" in said
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_and_json(command: str, flashonnx_command: Command) -> None:
+    said = flashonnx_command(command, "--help")
+    assert "--json" in said and f"flashonnx {command}" in said
 
 
-def test_module_and_help() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "flashonnx.cli", "--help"], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert all(command in done.stdout for command in ("fuse", "unfuse", "verify", "info"))
+def test_bad_use_exits_with_2(plain: Path, flashonnx_command: Command) -> None:
+    for arguments in (("fuse", plain, "--bogus"), ("nothing",), ("fuse",), ("fuse", plain, "--for", "nobody")):
+        flashonnx_command(*arguments, code=2)
+        assert not flashonnx_command.out and "Error" in flashonnx_command.err
+
+
+def process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "flashonnx.cli", *arguments],
+        capture_output=True, text=True, check=False, timeout=120, env=os.environ | environment,
+    )  # fmt: skip
+
+
+def test_module_version_and_completion() -> None:
+    import flashonnx
+
+    assert process("--version").stdout == f"flashonnx {flashonnx.__version__}\n"
+    assert all(command in process("--help").stdout for command in COMMANDS)
+    script = process("--show-completion", "bash", SHELL="/bin/bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert "_FLASHONNX_COMPLETE=complete_bash" in script.stdout, script.stdout + script.stderr
+    for words, expected in (("flashonnx in", {"inspect"}), ("flashonnx fuse --no-", {"--no-portable"})):
+        count = str(len(words.split()) - 1)
+        done = process(_FLASHONNX_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=count)
+        assert set(done.stdout.split()) == expected, done.stdout + done.stderr
+
+
+CHATTER = """
+import ctypes
+from flashonnx.cli._output import emit, working
+
+libc = ctypes.CDLL(None)
+libc.puts(b"before")
+with working("something"):
+    print("from Python")
+    libc.puts(b"from C")
+libc.puts(b"after")
+libc.fflush(None)
+emit({})
+"""
+
+
+def test_what_others_print_goes_to_stderr() -> None:
+    """Exporters and runtimes talk, in Python and in C; a program that reads --json must not hear it."""
+    done = subprocess.run([sys.executable, "-c", CHATTER], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "before\nafter\n{}\n"
+    assert set(done.stderr.split("\n")) >= {"from Python", "from C"}

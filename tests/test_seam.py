@@ -163,10 +163,6 @@ def test_null_data(library: Library, params: Params, field: str, name: str) -> N
 
 
 _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "ragged": ({"cu_seqlens_q": _tensor("int32"), "cu_seqlens_k": _tensor("int32")}, "cu_seqlens"),
-    "cache": ({"cache_k": _tensor("float32"), "cache_v": _tensor("float32"), "cache_capacity": 64}, "cache"),
-    "pages": ({"block_table": _tensor("int32"), "page_size": 16}, "block table"),
-    "rotary": ({"rotary_dim": 32, "rotary_cos": _tensor("float32"), "rotary_sin": _tensor("float32")}, "rotary"),
     "dropout": ({"dropout": 0.1}, "dropout"),
     "descale": ({"q_descale": _tensor("float32")}, "descale"),
     "head_dim": ({"head_dim": 520}, r"head dimensions up to 512, got 520"),

@@ -6,6 +6,7 @@ from flashonnx.export.rules.attention_op import StandardAttention
 from flashonnx.export.rules.base import Fusion, Rewrite, Rule
 from flashonnx.export.rules.group_query import GroupQueryAttention, Unsupported
 from flashonnx.export.rules.multi_head import MultiHeadAttention, PackedProjection
+from flashonnx.export.rules.packed_sentences import PackedMultiHead, Paged
 from flashonnx.export.rules.scores import RefusalError
 from flashonnx.export.rules.sdpa import DecomposedAttention
 
@@ -15,6 +16,8 @@ RULES: tuple[Rule, ...] = (
     MultiHeadAttention(),
     PackedProjection(),
     GroupQueryAttention(),
+    PackedMultiHead(),
+    Paged(),
     Unsupported(),
 )
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import onnx_ir as ir
-from flashonnx.export.build import Builder
-from flashonnx.export.dims import Dim
-from flashonnx.export.facts import Facts
+from flashonnx.export.model.build import Builder
 from flashonnx.export.rules.layouts import Exit, Heads, Place, Tensors, exits, groupings, places
 from flashonnx.export.rules.packed import packings
 from flashonnx.export.rules.scores import RefusalError
 from flashonnx.export.rules.sizes import Sizes, replaced_shapes, shape_users
+from flashonnx.export.values.dims import Dim
+from flashonnx.export.values.facts import Facts
 
 _LARGEST_HEAD = 512
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import onnx_ir as ir
-from flashonnx.export import schema
+from flashonnx.export.operator import schema
 from flashonnx.export.rules.base import Fusion, Rewrite, Rule
 from flashonnx.export.rules.operator_site import FLOATS, Site, is_used, name_of, rewrite_site
 from flashonnx.export.rules.scores import RefusalError
-from flashonnx.export.sites import Candidate
+from flashonnx.export.sites.finder import Candidate
 
 
 class StandardAttention(Rule):

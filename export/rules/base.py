@@ -7,17 +7,18 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import onnx_ir as ir
-from flashonnx.export import schema
-from flashonnx.export.build import Builder, Names
-from flashonnx.export.facts import Facts, opset_of
-from flashonnx.export.masks import MaskReducer
+from flashonnx.export.masks.reducer import MaskReducer
+from flashonnx.export.model.build import Builder, Names
+from flashonnx.export.operator import schema
+from flashonnx.export.values.facts import Facts, opset_of
 
 
 class Fusion:
     """One run of fusion over one model: what is known, and how fused nodes are made."""
 
-    def __init__(self, model: ir.Model) -> None:
+    def __init__(self, model: ir.Model, *, shared_cache: bool = False) -> None:
         self.model = model
+        self.shared_cache = shared_cache
         self.facts = Facts(model)
         self.names = Names(model)
         self.reducer = MaskReducer(self.facts, self.names)
@@ -48,6 +49,29 @@ class Fusion:
             dtype=self.facts.dtype(inputs[0]),
             shape=[None] * rank,
             **schema.without_defaults(attributes),
+        )
+
+    def cached(
+        self,
+        builder: Builder,
+        op_type: str,
+        inputs: Mapping[str, ir.Value | None],
+        attributes: Mapping[str, Any],
+        rank: int,
+        outputs: int,
+    ) -> ir.Value:
+        """Adds a node of an operator for caches or packed sentences, its inputs by name; its first output."""
+        given = [inputs.get(name) for name in schema.inputs_of(op_type)]
+        while given[-1] is None:
+            given.pop()
+        return builder.op(
+            op_type,
+            *given,
+            domain=schema.DOMAIN,
+            outputs=outputs,
+            dtype=self.facts.dtype(given[0]),
+            shape=[None] * rank,
+            **schema.without_defaults(attributes, op_type),
         )
 
 

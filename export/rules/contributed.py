@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from flashonnx.export.dims import Dim
 from flashonnx.export.rules.base import Fusion, Rewrite
 from flashonnx.export.rules.operator_site import FLOATS, Site, is_used, name_of, rewrite_site
 from flashonnx.export.rules.scores import RefusalError
+from flashonnx.export.values.dims import Dim
 
 DOMAIN = "com.microsoft"
 Count = Callable[[], ir.Value]
@@ -93,6 +93,11 @@ class Contributed:
         result = rewrite_site(self.fusion, site, self.builder)
         self.fusion.masks.update(self._made)
         return result
+
+    def replaced(self, replaced: Mapping[ir.Value, ir.Value], made: ir.Value, remark: str) -> Rewrite:
+        """The replacement of the operator by nodes that are made already, `made` first among their outputs."""
+        self.fusion.masks.update(self._made)
+        return Rewrite(self.builder, replaced, (self.node,), remark, made)
 
     def split(self, value: ir.Value, axis: int, sizes: Sequence[int]) -> list[ir.Value]:
         """`value` cut along `axis`."""

@@ -6,25 +6,23 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from flashonnx.export import schema
+from flashonnx.export.operator import schema
 from flashonnx.export.rules.base import Fusion, Rewrite, Rule
 from flashonnx.export.rules.contributed import DOMAIN, Contributed
+from flashonnx.export.rules.group_query_cache import is_cached, with_cache
 from flashonnx.export.rules.operator_site import Site, is_used
 from flashonnx.export.rules.scores import RefusalError
-from flashonnx.export.sites import Candidate
+from flashonnx.export.sites.finder import Candidate
 
-_CACHE = "a cache that is written in place needs an operator that is not there yet"
+_CACHE = "its cache is in an order of its own"
 _QUANTIZED = "the cache is quantized, which no kernel reads"
 _QUANTIZED_TENSORS = "it is quantized; there are kernels for float32, float16 and bfloat16"
-_PACKED = "sentences packed one behind the other need an operator that is not there yet"
 _REASONS = {
     "DecoderAttention": _CACHE,
     "DecoderMaskedMultiHeadAttention": _CACHE,
     "DecoderMaskedSelfAttention": _CACHE,
     "LongformerAttention": "its global and local keys have no place in the operator",
-    "PackedAttention": _PACKED,
-    "PackedMultiHeadAttention": _PACKED,
-    "PagedAttention": "a paged cache needs an operator that is not there yet",
+    "PackedAttention": "it projects its packed input; write it as MatMul and PackedMultiHeadAttention",
     "QAttention": _QUANTIZED_TENSORS,
     "QOrderedAttention": _QUANTIZED_TENSORS,
     "SparseAttention": "its blocks of keys have no place in the operator",
@@ -32,10 +30,10 @@ _REASONS = {
 
 
 class GroupQueryAttention(Rule):
-    """com.microsoft::GroupQueryAttention of a whole prompt: no past, lengths in seqlens_k.
+    """com.microsoft::GroupQueryAttention, with a past as `group_query_cache` says, or of a whole prompt.
 
-    do_rotary becomes a RotaryEmbedding of Q and one of K. Keys behind a sentence's length are seen
-    by none of its queries, the padding's own included, as there.
+    Then lengths are in seqlens_k, and do_rotary becomes a RotaryEmbedding of Q and one of K. Keys behind a sentence's
+    length are seen by none of its queries, the padding's own included, as there.
     """
 
     kinds = (f"{DOMAIN}::GroupQueryAttention",)
@@ -49,10 +47,7 @@ class GroupQueryAttention(Rule):
         op = Contributed(fusion, candidate.node, self.inputs)
         op.kind("query")
         op.refuse(
-            past_key=_CACHE,
-            past_value=_CACHE,
-            sliding_window_cache=_CACHE,
-            query_seqlens=_CACHE,
+            sliding_window_cache="its buffers hold the last window alone, which no cache of the operator does",
             k_scale=_QUANTIZED,
             v_scale=_QUANTIZED,
             q_norm_weight="write the normalisation of Q and K as nodes of their own",
@@ -60,7 +55,8 @@ class GroupQueryAttention(Rule):
         outputs = op.outputs(3, output_qk="the fused operator never forms the scores, so remove it")
         q_heads, kv_heads = op.attribute("num_heads"), op.attribute("kv_num_heads")
         inputs: dict[str, ir.Value | None] = dict.fromkeys(schema.INPUTS)
-        attributes = {"q_num_heads": q_heads, "kv_num_heads": kv_heads, "is_causal": self._causal(op)}
+        is_causal = int(op.attribute("causal", 1))
+        attributes = {"q_num_heads": q_heads, "kv_num_heads": kv_heads, "is_causal": is_causal}
         scale = op.attribute("scale", 0.0)
         if scale < 0:
             raise RefusalError(f"the scale {scale} is not positive")
@@ -68,6 +64,13 @@ class GroupQueryAttention(Rule):
         query, key, value = op.required("query"), op.input("key"), op.input("value")
         if (key is None) != (value is None):
             raise RefusalError("K and V are expected together or not at all")
+        if is_cached(op):
+            return with_cache(op, attributes, self._sinks(op, q_heads))
+        op.refuse(query_seqlens="there is no past beside it")
+        if op.attribute("local_window_size", -1) > 0:
+            raise RefusalError(
+                "local_window_size: queries of the padding see the last keys of their sentence, which no window says"
+            )
         if op.attribute("do_rotary"):
             query, key, value = self._rotated(op, query, key, value, (q_heads, kv_heads))
         if key is None:
@@ -81,13 +84,6 @@ class GroupQueryAttention(Rule):
             inputs["nonpad_kv_seqlen"] = op.op("Add", flat, op.builder.ints([1]))
             inputs["attn_mask"] = op.input("attention_bias")
         return op.rewrite(Site(op.node, inputs, attributes, outputs))
-
-    def _causal(self, op: Contributed) -> int:
-        if op.attribute("local_window_size", -1) > 0:
-            raise RefusalError(
-                "local_window_size: queries of the padding see the last keys of their sentence, which no window says"
-            )
-        return int(op.attribute("causal", 1))
 
     def _mask(self, op: Contributed) -> ir.Value:
         """Which keys are no padding, (batch, 1, 1, keys), with the bias if there is one."""

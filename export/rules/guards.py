@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import onnx_ir as ir
-from flashonnx.export.facts import Facts
+from flashonnx.export.values.facts import Facts
 
 
 def find_guard(

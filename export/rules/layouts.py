@@ -12,14 +12,14 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import onnx_ir as ir
-from flashonnx.export.build import Builder
-from flashonnx.export.dims import Dim, product
-from flashonnx.export.factors import Axis, Factor, View, regroup
-from flashonnx.export.facts import Facts, constant_tensor
-from flashonnx.export.layout_steps import LAYOUT_OPERATORS, after
-from flashonnx.export.products import Labels, Roles
+from flashonnx.export.layout.factors import Axis, Factor, View, regroup
+from flashonnx.export.layout.products import Labels, Roles
+from flashonnx.export.layout.steps import LAYOUT_OPERATORS, after
+from flashonnx.export.layout.views import Peeled, peel
+from flashonnx.export.model.build import Builder
 from flashonnx.export.rules.sizes import shape_users
-from flashonnx.export.views import Peeled, peel
+from flashonnx.export.values.dims import Dim, product
+from flashonnx.export.values.facts import Facts, constant_tensor
 
 # What layout operators cost at run time, besides a little for each: those that copy, and repetitions, which grow.
 Step = Callable[[Builder, ir.Value], ir.Value]

@@ -8,17 +8,18 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from flashonnx.export.build import Builder
-from flashonnx.export.dims import Dim, is_clipped, is_positive_or_zero, minimum, product
-from flashonnx.export.factors import Axis, View, regroup
-from flashonnx.export.facts import Dims, Facts, is_unknown
-from flashonnx.export.masks import MaskReducer, is_false, is_true, is_zero
-from flashonnx.export.products import Labels, Roles
+from flashonnx.export.layout.factors import Axis, View, regroup
+from flashonnx.export.layout.products import Labels, Roles
+from flashonnx.export.layout.views import peel
+from flashonnx.export.masks.reducer import MaskReducer, is_false, is_true, is_zero
+from flashonnx.export.masks.structure import NO_WINDOW, Grid, Window
+from flashonnx.export.model.build import Builder
 from flashonnx.export.rules.layouts import Heads, Operand
+from flashonnx.export.rules.lengths import Comparison, comparison, parted, per_sentence
 from flashonnx.export.rules.mask_terms import NEGLIGIBLE, Planner
 from flashonnx.export.rules.scores import RefusalError, Term, is_minus_infinity
-from flashonnx.export.structure import NO_WINDOW, Grid, Window
-from flashonnx.export.views import peel
+from flashonnx.export.values.dims import Dim, is_clipped, is_positive_or_zero, minimum, product
+from flashonnx.export.values.facts import Dims, Facts, is_unknown
 
 _ZERO = Dim.of(0)
 
@@ -28,6 +29,7 @@ class MaskInput:
     """The mask input (None: none is needed), the window beside it and what becomes of rows that see no key.
 
     `from_last`: the window counts from the last key, which is beside the last query; see full_lengths.
+    `lengths`: nonpad_kv_seqlen, in the place of a mask that says no more; there is no window then.
     """
 
     value: ir.Value | None
@@ -35,6 +37,7 @@ class MaskInput:
     from_last: bool = False
     empty_row: str = "zero"
     remark: str = ""
+    lengths: ir.Value | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +93,8 @@ class MaskBuilder:
         made = MaskInput(None, plan.window, from_last, "mean" if plan.is_mean else "zero", remark)
         if plan.is_sum:
             return dataclasses.replace(made, value=self._expanded(self._chain(terms)))
+        if plan.window == NO_WINDOW and self.offset is None:
+            made, terms = self._with_lengths(made, terms)
         fills = {term.number for term in terms if not term.is_bias}
         finite = {number for number in fills if not is_minus_infinity(number)}
         if finite and (len(fills) > 1 or max(finite) > NEGLIGIBLE):
@@ -104,6 +109,37 @@ class MaskBuilder:
             made = dataclasses.replace(made, empty_row="mean")
         mask = allowed if bias is None else self._filled(allowed, bias, -np.inf)
         return dataclasses.replace(made, value=self._expanded(mask))
+
+    def _with_lengths(self, made: MaskInput, terms: Sequence[Term]) -> tuple[MaskInput, Sequence[Term]]:
+        """Takes a mask that is a comparison with lengths from `terms`.
+
+        Only where no row is the mean of V: that of a sentence without keys is over all keys, or over those below its
+        length, which are none. Windows must not be there, as the operator would count from the length.
+        """
+        if any(not term.is_bias and not is_minus_infinity(term.number) for term in terms):
+            return made, terms
+        parts = list(parted(self.facts, self.reducer, terms))
+        for index, term in enumerate(parts):
+            for found in comparison(self.facts, self.reducer, term):
+                lengths = self._lengths(found)
+                if lengths is not None:
+                    return dataclasses.replace(made, lengths=lengths), parts[:index] + parts[index + 1 :]
+        return made, terms
+
+    def _lengths(self, found: Comparison) -> ir.Value | None:
+        keys = self.axes.dims[self.axes.labels.index(self.axes.roles.key)]
+        dims = self.facts.dims(found.mask)
+        if dims is None or dims[-1] != keys or keys == 1:
+            return None
+        labels, roles, view = self.axes.labels, self.axes.roles, found.view
+        named = dict(zip(labels, [()] * (len(labels) - len(view.axes)) + list(view.axes), strict=True))
+        divided = self._batch_and_heads(view, [named[label] for label in roles.batch])
+        if divided is None:
+            return None
+        batch, heads, query, key = (_kept(axis) for axis in (*divided, named[roles.query], named[roles.key]))
+        if heads or query or key != view.layout[-1] or (batch and batch not in view.layout[:-1]):
+            return None
+        return per_sentence(self.facts, self.builder, found, self.axes.heads.batch)
 
     def _chain(self, terms: Sequence[Term]) -> ir.Value | None:
         """The terms one after the other, as the scores had them, on a score of zero."""
@@ -224,7 +260,7 @@ class MaskBuilder:
             return None
         wanted = []
         for axis in (*divided, named[roles.query], named[roles.key]):
-            kept = tuple(factor for factor in axis if not factor.repeats)
+            kept = _kept(axis)
             if kept and kept != axis:
                 return None  # repeated in part: that is not a broadcast
             wanted.append(kept)
@@ -288,6 +324,10 @@ def _fits(size: Dim, of_scores: Dim) -> bool:
 def _is_one(size: Dim, of_scores: Dim) -> bool:
     """Whether a mask's dimension is 1, unless there are no scores at all."""
     return size in (1, minimum(Dim.of(1), of_scores))
+
+
+def _kept(axis: Axis) -> Axis:
+    return tuple(factor for factor in axis if not factor.repeats)
 
 
 def _flat(axes: Sequence[Axis]) -> list[object]:

@@ -14,13 +14,13 @@ import functools
 from collections.abc import Sequence
 
 import onnx_ir as ir
-from flashonnx.export.dims import Dim
-from flashonnx.export.facts import Facts
-from flashonnx.export.forms import Choice, Form, Formula
-from flashonnx.export.masks import MaskReducer, largest
-from flashonnx.export.positions import form_of, spread
+from flashonnx.export.masks.forms import Choice, Form, Formula
+from flashonnx.export.masks.positions import form_of, spread
+from flashonnx.export.masks.reducer import MaskReducer, largest
+from flashonnx.export.masks.structure import NO_WINDOW, Grid, Origin, Structure, Window, read, within
 from flashonnx.export.rules.scores import RefusalError, Term, is_minus_infinity
-from flashonnx.export.structure import NO_WINDOW, Grid, Origin, Structure, Window, read, within
+from flashonnx.export.values.dims import Dim
+from flashonnx.export.values.facts import Facts
 
 # A finite fill below this cannot reach a probability beside a score of sane size.
 NEGLIGIBLE = -1e4
@@ -35,6 +35,11 @@ _MIXED = (
 _KEPT = (
     "a window is left in the mask, as a query from which the masks hide every key would give another value without it; "
     "masks of -inf, or one Where(mask, 0, finfo.min) in float32, do not have that"
+)
+_NOT_SWALLOWED = (
+    "a window is left in the mask, as a query from which the masks hide every key would give another value without it: "
+    "{fill:g} is added to its scores, and that leaves differences between them, as the lowest number of float32 and "
+    "bfloat16 does not; export with export_onnx or with masks of -inf"
 )
 
 
@@ -105,7 +110,14 @@ class Planner:
             return planned
         if whole is None:
             raise RefusalError(_MIXED)
-        return whole if window == NO_WINDOW else dataclasses.replace(whole, remark=_KEPT)
+        return whole if window == NO_WINDOW else dataclasses.replace(whole, remark=self._why_kept(finite))
+
+    def _why_kept(self, finite: Sequence[Step]) -> str:
+        """Why a window could not leave the mask. One number that is added once is enough only if it swallows scores."""
+        fills = {step.fill for step in finite}
+        if len(finite) == 1 and finite[0].is_added and min(fills) > _SWALLOWS:
+            return _NOT_SWALLOWED.format(fill=min(fills))
+        return _KEPT
 
     def _beside(self, step: Step, base: Dim) -> Step:
         if step.hides is None:

@@ -6,15 +6,15 @@ import math
 from typing import Any
 
 import onnx_ir as ir
-from flashonnx.export import schema
-from flashonnx.export.dims import Dim
+from flashonnx.export.operator import schema
 from flashonnx.export.rules.base import Fusion, Rewrite, Rule
 from flashonnx.export.rules.contributed import DOMAIN, Contributed, Count, attended, biased
 from flashonnx.export.rules.operator_site import Site, is_used
 from flashonnx.export.rules.scores import RefusalError
-from flashonnx.export.sites import Candidate
+from flashonnx.export.sites.finder import Candidate
+from flashonnx.export.values.dims import Dim
 
-_BUFFER = "a cache that is written in place needs an operator that is not there yet"
+_BUFFER = "a cache that is written in place is for GroupQueryAttention; this operator reads its length on the host"
 _FILL = -10000.0  # what mask_filter_value is by default
 
 

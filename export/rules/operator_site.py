@@ -7,16 +7,16 @@ import math
 from typing import Any
 
 import onnx_ir as ir
-from flashonnx.export import schema
-from flashonnx.export.build import Builder
-from flashonnx.export.dims import Dim
-from flashonnx.export.products import Roles
+from flashonnx.export.layout.products import Roles
+from flashonnx.export.masks.structure import Window
+from flashonnx.export.model.build import Builder
+from flashonnx.export.operator import schema
 from flashonnx.export.rules.arrange import Arrangement, arrange
 from flashonnx.export.rules.base import Fusion, Rewrite
 from flashonnx.export.rules.layouts import Heads, Operand, Tensors
 from flashonnx.export.rules.mask_inputs import MaskBuilder, ScoreAxes, full_lengths
 from flashonnx.export.rules.scores import RefusalError, Term
-from flashonnx.export.structure import Window
+from flashonnx.export.values.dims import Dim
 
 FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _LABELS = ("b", "h", "q", "k")
@@ -154,6 +154,8 @@ def _improve_mask(fusion: Fusion, site: Site, builder: Builder) -> None:
         assert q is not None and k is not None and rank is not None
         lengths = fusion.masks.get((alike, "lengths")) or full_lengths(builder, q, k, rank)
         fusion.masks[alike, "lengths"] = site.inputs["nonpad_kv_seqlen"] = lengths
+    elif result.lengths is not None:
+        site.inputs["nonpad_kv_seqlen"] = result.lengths
     for name in ("is_causal", "left_window_size", "right_window_size"):
         site.attributes.pop(name, None)
     site.attributes |= (before & result.window).attributes()

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Iterator
 
 import onnx_ir as ir
-from flashonnx.export.dims import Dim, product
-from flashonnx.export.factors import Axis, merged
-from flashonnx.export.facts import Facts
+from flashonnx.export.layout.factors import Axis, merged
 from flashonnx.export.rules.layouts import Heads, Operand, Place, Step, Tensors, as_it_is, cost_of, reshape_to
+from flashonnx.export.values.dims import Dim, product
+from flashonnx.export.values.facts import Facts
 
 _ZERO = Dim.of(0)
 

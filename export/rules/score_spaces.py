@@ -12,14 +12,14 @@ import dataclasses
 from collections.abc import Sequence
 
 import onnx_ir as ir
-from flashonnx.export.build import Builder
-from flashonnx.export.dims import Dim, product
-from flashonnx.export.factors import Axis, Factor, View
-from flashonnx.export.facts import Facts
-from flashonnx.export.layout_steps import after
-from flashonnx.export.products import Labels, Roles
+from flashonnx.export.layout.factors import Axis, Factor, View
+from flashonnx.export.layout.products import Labels, Roles
+from flashonnx.export.layout.steps import after
+from flashonnx.export.model.build import Builder
 from flashonnx.export.rules.scores import RefusalError, Scores, Term, Weights
 from flashonnx.export.rules.sizes import Sizes
+from flashonnx.export.values.dims import Dim, product
+from flashonnx.export.values.facts import Facts
 
 _ONE = Dim.of(1)
 

@@ -6,12 +6,12 @@ import dataclasses
 import math
 
 import onnx_ir as ir
-from flashonnx.export.dims import Dim
-from flashonnx.export.facts import Facts
-from flashonnx.export.layout_steps import LAYOUT_OPERATORS, is_repetition
-from flashonnx.export.products import Product, product_of
+from flashonnx.export.layout.products import Product, product_of
+from flashonnx.export.layout.steps import LAYOUT_OPERATORS, is_repetition
+from flashonnx.export.layout.views import scaling
 from flashonnx.export.rules.guards import find_guard, over_keys
-from flashonnx.export.views import scaling
+from flashonnx.export.values.dims import Dim
+from flashonnx.export.values.facts import Facts
 
 
 class RefusalError(Exception):

@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 
 import onnx_ir as ir
-from flashonnx.export.build import Builder
-from flashonnx.export.facts import Facts
-from flashonnx.export.products import Product, Roles, relabel, roles_of
+from flashonnx.export.layout.products import Product, Roles, relabel, roles_of
+from flashonnx.export.model.build import Builder
 from flashonnx.export.rules.arrange import Arrangement, arrange
 from flashonnx.export.rules.base import Fusion, Rewrite, Rule
 from flashonnx.export.rules.layouts import Operand, Tensors
@@ -17,7 +16,8 @@ from flashonnx.export.rules.score_spaces import ScoreSpaces
 from flashonnx.export.rules.scores import RefusalError, Scores, Term, Weights, read_scores, read_weights
 from flashonnx.export.rules.sinks import sink_input
 from flashonnx.export.rules.sizes import shape_users
-from flashonnx.export.sites import Candidate
+from flashonnx.export.sites.finder import Candidate
+from flashonnx.export.values.facts import Facts
 
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
@@ -77,7 +77,7 @@ class DecomposedAttention(Rule):
             **layout,
         }
         inputs = [*_cast(facts, builder, found.inputs(builder), dtype), mask.value]
-        lengths = None
+        lengths = mask.lengths
         if mask.from_last:
             assert inputs[0] is not None and inputs[1] is not None
             lengths = fusion.masks.get((alike, found.rank)) or full_lengths(builder, inputs[0], inputs[1], found.rank)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
-from flashonnx.export.build import Builder
-from flashonnx.export.facts import Facts
-from flashonnx.export.products import Labels, Roles
+from flashonnx.export.layout.products import Labels, Roles
+from flashonnx.export.layout.views import peel
+from flashonnx.export.model.build import Builder
 from flashonnx.export.rules.scores import RefusalError
-from flashonnx.export.views import peel
+from flashonnx.export.values.facts import Facts
 
 
 def sink_input(

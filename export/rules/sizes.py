@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
-from flashonnx.export.build import Builder
-from flashonnx.export.dims import Dim
-from flashonnx.export.facts import Facts
+from flashonnx.export.model.build import Builder
 from flashonnx.export.rules.scores import RefusalError
+from flashonnx.export.values.dims import Dim
+from flashonnx.export.values.facts import Facts
 
 
 class Sizes:

@@ -3,19 +3,16 @@
 
 #include <algorithm>
 #include <bit>
-#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <thread>
 
-#include "kernels/common/status.h"
-#include "kernels/cpu/concat.h"
+#include "kernels/checks.h"
+#include "kernels/resolve.h"
 #include "kernels/table.h"
-#include "kernels/validate.h"
 #ifdef FLASHONNX_WITH_CUDA
 #include "kernels/common/cuda.h"
-#include "kernels/simt/concat.h"
 #endif
 
 namespace flashonnx {
@@ -35,15 +32,15 @@ constexpr Kernel kTable[] = {
      sm90::refusal},
 #endif
 #ifdef FLASHONNX_WITH_CUDA
-    {"sm80", FLASHONNX_CUDA, 80, kAnyArch, kHalves, 256, kOperator, nullptr, nullptr, sm80::launch,
-     sm80::refusal},
+    {"sm80", FLASHONNX_CUDA, 80, kAnyArch, kHalves, 256, kOperator | kRagged | kPages, nullptr,
+     nullptr, sm80::launch, sm80::refusal},
     {"tf32", FLASHONNX_CUDA, 80, kAnyArch, kFloat32, 128, kOperator, nullptr, nullptr, tf32::launch,
      tf32::refusal},
-    {"simt", FLASHONNX_CUDA, 80, kAnyArch, kAllFloats, 512, kOperator, simt::workspace,
-     simt::workspace, simt::launch, simt::refusal},
+    {"simt", FLASHONNX_CUDA, 80, kAnyArch, kAllFloats, 512, kOperator | kRagged | kPages,
+     simt::workspace, simt::workspace, simt::launch, simt::refusal},
 #endif
-    {"cpu", FLASHONNX_CPU, 0, 0, kAllFloats, 512, kOperator, cpu::workspace, cpu::workspace,
-     cpu::launch},
+    {"cpu", FLASHONNX_CPU, 0, 0, kAllFloats, 512, kOperator | kRagged | kPages, cpu::workspace,
+     cpu::workspace, cpu::launch},
     {},
 };
 
@@ -51,8 +48,6 @@ constexpr const char* kFeatureNames[] = {
     "attn_mask",  "nonpad_kv_seqlen",  "is_causal",     "windows",      "softcap", "sinks",
     "lse",        "empty_row mean",    "fixed_split",   "output dtype", "descale", "dropout",
     "cu_seqlens", "a key/value cache", "a block table", "rotary"};
-
-bool present(const flashonnx_tensor& tensor) { return tensor.dtype != FLASHONNX_NONE; }
 
 uint32_t required_features(const Params& p) {
   uint32_t features = 0;
@@ -122,26 +117,10 @@ flashonnx_status select(const Params& p, const Kernel** chosen) {
       reasons[0] ? reasons : "this build of the library has no kernels for the device");
 }
 
-int64_t element_size(int32_t dtype) {
-  if (dtype == FLASHONNX_FLOAT32) return 4;
-  return dtype == FLASHONNX_FLOAT8_E4M3 ? 1 : 2;
-}
-
-int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
-
-// A problem as kernels take it: past and new keys stand in one tensor, which is present_* or, if
-// that is not asked for, workspace.
 struct Plan {
+  Resolved resolved;
   const Kernel* kernel = nullptr;
-  Params problem;            // k and v without data where they lie in the workspace
-  bool concatenate = false;  // past and new rows have to be brought together
-  int64_t key_bytes = 0;     // workspace for concatenated keys and values, before the kernel's own
-  int64_t value_bytes = 0;
 };
-
-flashonnx_tensor dense(int32_t dtype, int64_t heads, int64_t length, int64_t dim) {
-  return {nullptr, {heads * length * dim, length * dim, dim, 1}, dtype, 0};
-}
 
 flashonnx_status make_plan(const Params* params, Plan* plan) {
   if (params == nullptr)
@@ -154,75 +133,20 @@ flashonnx_status make_plan(const Params* params, Plan* plan) {
                        static_cast<long long>(params->struct_size));
   }
   FLASHONNX_RETURN_IF_ERROR(validate(*params));
-  plan->problem = *params;
-  Params& p = plan->problem;
-  const int64_t keys = p.past_length + p.kv_length;
-  if (p.scale == 0) p.scale = 1 / std::sqrt(static_cast<float>(p.head_dim));
-  if (p.mask_keys < 0) p.mask_keys = keys;
-  // No position differs by more than this from another, so a wider window bounds nothing.
-  const int64_t reach = p.q_length + keys + std::abs(p.causal_offset);
-  if (p.window_left > reach) p.window_left = -1;
-  if (p.window_right > reach) p.window_right = -1;
-
-  plan->concatenate = present(p.past_k) || present(p.present_k);
-  if (present(p.past_k)) {
-    const bool in_workspace = !present(p.present_k);
-    const int64_t size = element_size(p.q.dtype);
-    const int64_t rows = p.batch * p.kv_heads * keys;
-    if (in_workspace) {
-      plan->key_bytes = aligned(rows * p.head_dim * size);
-      plan->value_bytes = aligned(rows * p.value_dim * size);
-    }
-    p.k = in_workspace ? dense(p.q.dtype, p.kv_heads, keys, p.head_dim) : p.present_k;
-    p.v = in_workspace ? dense(p.q.dtype, p.kv_heads, keys, p.value_dim) : p.present_v;
-    p.kv_length = keys;
-    p.past_length = 0;
-    p.past_k = p.past_v = p.present_k = p.present_v = {};
-  }
-  return select(p, &plan->kernel);
-}
-
-flashonnx_status concatenate(const Params& params, const flashonnx_tensor& out,
-                             const flashonnx_tensor& past, const flashonnx_tensor& rows,
-                             int64_t dim, [[maybe_unused]] void* stream) {
-  const int64_t size = element_size(params.q.dtype);
-  const bool copy_past = params.past_length > 0 && out.data != past.data;
-  if (params.batch == 0 || params.past_length + params.kv_length == 0) return ok();
-  if (params.device.kind == FLASHONNX_CPU) {
-    cpu::concat(params, out, past, rows, dim, size, copy_past);
-    return ok();
-  }
-#ifdef FLASHONNX_WITH_CUDA
-  return concat_cuda(out, past, rows, params.batch, params.kv_heads, params.past_length,
-                     params.kv_length, dim, size, copy_past, static_cast<cudaStream_t>(stream));
-#else
-  return make_status(FLASHONNX_NOT_IMPLEMENTED,
-                     "FlashAttention: this build of the library has no CUDA kernels");
-#endif
+  resolve(*params, &plan->resolved);
+  return select(plan->resolved.problem, &plan->kernel);
 }
 
 flashonnx_status execute(const Params& params, Plan& plan, char* workspace, void* stream) {
-  Params& p = plan.problem;
-  if (plan.key_bytes + plan.value_bytes > 0) {
-    p.k.data = workspace;
-    p.v.data = workspace + plan.key_bytes;
-  }
-  if (plan.concatenate) {
-    const flashonnx_tensor& keys = present(params.present_k) ? params.present_k : p.k;
-    const flashonnx_tensor& values = present(params.present_v) ? params.present_v : p.v;
-    FLASHONNX_RETURN_IF_ERROR(
-        concatenate(params, keys, params.past_k, params.k, p.head_dim, stream));
-    FLASHONNX_RETURN_IF_ERROR(
-        concatenate(params, values, params.past_v, params.v, p.value_dim, stream));
-  }
-  if (p.batch == 0 || p.q_length == 0) return ok();
-  return plan.kernel->launch(p, workspace + plan.key_bytes + plan.value_bytes, stream);
+  FLASHONNX_RETURN_IF_ERROR(prepare(params, &plan.resolved, workspace, stream));
+  const Params& p = plan.resolved.problem;
+  if (p.batch == 0 || p.q_length == 0 || (present(p.cu_seqlens_q) && p.q_tokens == 0)) return ok();
+  return plan.kernel->launch(p, workspace + plan.resolved.bytes, stream);
 }
 
 void log_choice(const Plan& plan) {
-  static const bool enabled = std::getenv("FLASHONNX_LOG") != nullptr;
-  if (!enabled) return;
-  const Params& p = plan.problem;
+  if (!log_enabled()) return;
+  const Params& p = plan.resolved.problem;
   std::fprintf(
       stderr,
       "flashonnx: %s for B%lld Hq%lld Hkv%lld Sq%lld Sk%lld D%lld Dv%lld dtype %d features %#x\n",
@@ -235,6 +159,11 @@ void log_choice(const Plan& plan) {
 }  // namespace
 
 const Kernel* kernels() { return kTable; }
+
+bool log_enabled() {
+  static const bool enabled = std::getenv("FLASHONNX_LOG") != nullptr;
+  return enabled;
+}
 
 }  // namespace flashonnx
 
@@ -307,8 +236,8 @@ flashonnx_status flashonnx_attention_workspace(const flashonnx_attention_params*
                                                int64_t* bytes) {
   Plan plan;
   FLASHONNX_RETURN_IF_ERROR(make_plan(params, &plan));
-  *bytes = plan.key_bytes + plan.value_bytes +
-           (plan.kernel->workspace ? plan.kernel->workspace(plan.problem) : 0);
+  const Params& p = plan.resolved.problem;
+  *bytes = plan.resolved.bytes + (plan.kernel->workspace ? plan.kernel->workspace(p) : 0);
   return ok();
 }
 
@@ -320,10 +249,10 @@ flashonnx_status flashonnx_attention_workspace_bound(const flashonnx_attention_p
   int64_t most = 0;
   for (const Kernel* kernel = kernels(); kernel->name != nullptr; ++kernel) {
     if (kernel->device == maxima->device.kind && kernel->workspace_bound != nullptr) {
-      most = std::max(most, kernel->workspace_bound(plan.problem));
+      most = std::max(most, kernel->workspace_bound(plan.resolved.problem));
     }
   }
-  *bytes = plan.key_bytes + plan.value_bytes + most;
+  *bytes = plan.resolved.bytes + most;
   return ok();
 }
 

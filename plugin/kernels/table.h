@@ -43,9 +43,21 @@ struct Kernel {
   // none.
   int64_t (*workspace)(const Params&);
   int64_t (*workspace_bound)(const Params&);
-  // Called with a validated problem without past and present: k and v hold all Sk = kv_length keys,
-  // B, Hq and Sq are > 0, scale is set, mask_keys is in [0, Sk], windows are -1 or clamped so that
-  // sums with positions cannot overflow. kv_length may be 0.
+  // Called with a validated problem without past, present, cache and rotary embedding (resolve.h
+  // has seen to them): k and v hold all Sk = kv_length keys, B, Hq and Sq are > 0, scale is set,
+  // mask_keys is in [0, Sk], windows are -1 or clamped so that sums with positions cannot overflow.
+  // kv_length may be 0.
+  //
+  // kRagged: Q and O are q_tokens rows, strides {unused, head, token, 1}; of lse {unused, head,
+  // token}. Sequence b has rows [cu_seqlens_q[b], cu_seqlens_q[b + 1]), which are in order and
+  // range (contiguous int32 in the workspace); q_length bounds the longest, and rows beyond it are
+  // not to be written. K and V likewise with cu_seqlens_k, and kv_length bounds the keys of a
+  // sequence; without cu_seqlens_k they are (B, Hkv, kv_length) with key_lengths, or pages. Query i
+  // of its sequence stands at causal_offset + i, plus (its keys - its queries) if
+  // offset_from_lengths is set.
+  // kPages: k and v are pages, strides {page, head, slot, 1}; key j of batch entry b is slot j %
+  // page_size of page block_table[b][j / page_size], and masked if that is not in [0, num_pages).
+  // kv_length = page_size * the table's width; key_lengths (int32) say how many keys there are.
   flashonnx_status (*launch)(const Params&, void* workspace, void* stream);
   // Why a problem within the limits above is left to a later row, or null; the function may be
   // null.
@@ -54,6 +66,9 @@ struct Kernel {
 
 // The table, null-terminated by a row without a name.
 const Kernel* kernels();
+
+// Whether FLASHONNX_LOG is set.
+bool log_enabled();
 
 namespace cpu {
 flashonnx_status launch(const Params& params, void* workspace, void* stream);

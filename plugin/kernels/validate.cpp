@@ -1,73 +1,12 @@
 #include "kernels/validate.h"
 
+#include <algorithm>
 #include <cmath>
 
-#include "kernels/common/status.h"
+#include "kernels/checks.h"
 
 namespace flashonnx {
 namespace {
-
-// Sizes and offsets below this keep every sum of positions far from 64-bit overflow, tensors below
-// that every offset in bytes.
-constexpr int64_t kMaxSize = int64_t{1} << 40;
-constexpr int64_t kMaxElements = int64_t{1} << 56;
-
-constexpr uint32_t bit(int32_t dtype) { return 1u << dtype; }
-constexpr uint32_t kFloats =
-    bit(FLASHONNX_FLOAT32) | bit(FLASHONNX_FLOAT16) | bit(FLASHONNX_BFLOAT16);
-constexpr uint32_t kElements = kFloats | bit(FLASHONNX_FLOAT8_E4M3);
-
-flashonnx_status invalid(const char* name, const char* expected, long long got) {
-  return make_status(FLASHONNX_INVALID_ARGUMENT,
-                     "FlashAttention: '%s' is expected to be %s, got %lld", name, expected, got);
-}
-
-flashonnx_status check_size(const char* name, int64_t value, int64_t least) {
-  if (value >= least && value <= kMaxSize) return ok();
-  return invalid(name, least ? "at least 1 and at most 2^40" : "between 0 and 2^40", value);
-}
-
-flashonnx_status check_elements(const char* name, int64_t batch, int64_t heads, int64_t length,
-                                int64_t dim) {
-  int64_t elements = batch;
-  bool overflow = __builtin_mul_overflow(elements, heads, &elements);
-  overflow |= __builtin_mul_overflow(elements, length, &elements);
-  overflow |= __builtin_mul_overflow(elements, dim, &elements);
-  if (!overflow && elements <= kMaxElements) return ok();
-  return make_status(FLASHONNX_INVALID_ARGUMENT,
-                     "FlashAttention: '%s' is expected to have at most 2^56 elements, got %lld x "
-                     "%lld x %lld x %lld",
-                     name, static_cast<long long>(batch), static_cast<long long>(heads),
-                     static_cast<long long>(length), static_cast<long long>(dim));
-}
-
-enum class Presence { kRequired, kOptional };
-
-flashonnx_status check_reserved(const char* name, int32_t value) {
-  if (value == 0) return ok();
-  return make_status(FLASHONNX_INVALID_ARGUMENT,
-                     "FlashAttention: 'reserved' of '%s' is expected to be 0, got %d", name, value);
-}
-
-flashonnx_status check_tensor(const char* name, const flashonnx_tensor& tensor, Presence presence,
-                              uint32_t dtypes, const char* expected, bool dense_rows) {
-  FLASHONNX_RETURN_IF_ERROR(check_reserved(name, tensor.reserved));
-  if (tensor.dtype == FLASHONNX_NONE) {
-    if (presence == Presence::kOptional) return ok();
-    return make_status(FLASHONNX_INVALID_ARGUMENT, "FlashAttention: input '%s' is required", name);
-  }
-  if (tensor.dtype < 0 || tensor.dtype > FLASHONNX_INT64 || !(bit(tensor.dtype) & dtypes)) {
-    return make_status(FLASHONNX_INVALID_ARGUMENT,
-                       "FlashAttention: '%s' is expected to have dtype %s, got %s", name, expected,
-                       dtype_name(tensor.dtype));
-  }
-  if (dense_rows && tensor.stride[3] != 1) {
-    return make_status(FLASHONNX_INVALID_ARGUMENT,
-                       "FlashAttention: '%s' is expected to have innermost stride 1, got %lld",
-                       name, static_cast<long long>(tensor.stride[3]));
-  }
-  return ok();
-}
 
 flashonnx_status check_sizes(const Params& p) {
   FLASHONNX_RETURN_IF_ERROR(check_size("batch", p.batch, 0));
@@ -84,11 +23,18 @@ flashonnx_status check_sizes(const Params& p) {
         "FlashAttention: 'q_heads' is expected to be a multiple of 'kv_heads' (%lld), got %lld",
         static_cast<long long>(p.kv_heads), static_cast<long long>(p.q_heads));
   }
-  const int64_t keys = p.past_length + p.kv_length;
-  FLASHONNX_RETURN_IF_ERROR(check_elements("Q", p.batch, p.q_heads, p.q_length, p.head_dim));
-  FLASHONNX_RETURN_IF_ERROR(check_elements("K", p.batch, p.kv_heads, keys, p.head_dim));
-  FLASHONNX_RETURN_IF_ERROR(check_elements("V", p.batch, p.kv_heads, keys, p.value_dim));
-  FLASHONNX_RETURN_IF_ERROR(check_elements("Y", p.batch, p.q_heads, p.q_length, p.value_dim));
+  // Packed tokens belong to one batch entry each.
+  const bool ragged = present(p.cu_seqlens_q);
+  const int64_t q_batch = ragged ? 1 : p.batch, k_batch = present(p.cu_seqlens_k) ? 1 : q_batch;
+  const int64_t q_rows = ragged ? p.q_tokens : p.q_length;
+  const int64_t k_rows = present(p.cu_seqlens_k) ? p.kv_tokens
+                         : ragged                ? p.q_tokens
+                                                 : p.past_length + p.kv_length;
+  FLASHONNX_RETURN_IF_ERROR(check_elements("Q", q_batch, p.q_heads, q_rows, p.head_dim));
+  FLASHONNX_RETURN_IF_ERROR(check_elements("K", k_batch, p.kv_heads, k_rows, p.head_dim));
+  FLASHONNX_RETURN_IF_ERROR(check_elements("V", k_batch, p.kv_heads, k_rows, p.value_dim));
+  FLASHONNX_RETURN_IF_ERROR(check_elements("Y", q_batch, p.q_heads, q_rows, p.value_dim));
+  const int64_t keys = present(p.cache_k) ? p.cache_capacity : p.past_length + p.kv_length;
   if (p.mask.dtype != FLASHONNX_NONE && (p.mask_keys < -1 || p.mask_keys > keys)) {
     return make_status(FLASHONNX_INVALID_ARGUMENT,
                        "FlashAttention: the last dimension of 'attn_mask' is expected to be at "
@@ -129,19 +75,9 @@ flashonnx_status check_tensors(const Params& p) {
   return ok();
 }
 
-flashonnx_status check_pair(const char* key_name, const flashonnx_tensor& key,
-                            const char* value_name, const flashonnx_tensor& value) {
-  if ((key.dtype == FLASHONNX_NONE) == (value.dtype == FLASHONNX_NONE)) return ok();
-  const bool has_key = key.dtype != FLASHONNX_NONE;
-  return make_status(FLASHONNX_INVALID_ARGUMENT,
-                     "FlashAttention: '%s' is expected together with '%s', got only '%s'", key_name,
-                     value_name, has_key ? key_name : value_name);
-}
-
 flashonnx_status check_combinations(const Params& p) {
   FLASHONNX_RETURN_IF_ERROR(check_pair("past_key", p.past_k, "past_value", p.past_v));
   FLASHONNX_RETURN_IF_ERROR(check_pair("present_key", p.present_k, "present_value", p.present_v));
-  FLASHONNX_RETURN_IF_ERROR(check_pair("cache_key", p.cache_k, "cache_value", p.cache_v));
   const bool has_past = p.past_k.dtype != FLASHONNX_NONE;
   if (!has_past && p.past_length != 0)
     return invalid("past_length", "0 without 'past_key'", p.past_length);
@@ -150,7 +86,8 @@ flashonnx_status check_combinations(const Params& p) {
         FLASHONNX_INVALID_ARGUMENT,
         "FlashAttention: 'nonpad_kv_seqlen' cannot be combined with 'past_key' and 'past_value'");
   }
-  if (p.offset_from_lengths && p.key_lengths.dtype == FLASHONNX_NONE) {
+  if (p.offset_from_lengths && !present(p.key_lengths) && !present(p.cache_k) &&
+      !present(p.cu_seqlens_k)) {
     return invalid("offset_from_lengths", "0 without 'nonpad_kv_seqlen'", p.offset_from_lengths);
   }
   if (p.empty_row != FLASHONNX_EMPTY_ROW_ZERO && p.empty_row != FLASHONNX_EMPTY_ROW_MEAN) {
@@ -192,22 +129,29 @@ flashonnx_status check_scalars(const Params& p) {
   return ok();
 }
 
-bool same_strides(const flashonnx_tensor& a, const flashonnx_tensor& b) {
-  return a.stride[0] == b.stride[0] && a.stride[1] == b.stride[1] && a.stride[2] == b.stride[2];
-}
-
-flashonnx_status check_alias(const char* name, const flashonnx_tensor& present,
-                             const flashonnx_tensor& past) {
-  if (present.data == nullptr || present.data != past.data || same_strides(present, past))
-    return ok();
-  return make_status(FLASHONNX_INVALID_ARGUMENT,
-                     "FlashAttention: output 'present_%s' shares the memory of 'past_%s' and is "
-                     "expected to have its strides "
-                     "(a buffer with room for both), got others",
-                     name, name);
-}
-
 }  // namespace
+
+flashonnx_status check_pair(const char* key_name, const flashonnx_tensor& key,
+                            const char* value_name, const flashonnx_tensor& value) {
+  if ((key.dtype == FLASHONNX_NONE) == (value.dtype == FLASHONNX_NONE)) return ok();
+  const bool has_key = key.dtype != FLASHONNX_NONE;
+  return make_status(FLASHONNX_INVALID_ARGUMENT,
+                     "FlashAttention: '%s' is expected together with '%s', got only '%s'", key_name,
+                     value_name, has_key ? key_name : value_name);
+}
+
+flashonnx_status check_alias(const char* kind, const char* source_name,
+                             const flashonnx_tensor& present, const flashonnx_tensor& source) {
+  if (present.data == nullptr || present.data != source.data ||
+      std::equal(present.stride, present.stride + 3, source.stride)) {
+    return ok();
+  }
+  return make_status(
+      FLASHONNX_INVALID_ARGUMENT,
+      "FlashAttention: output 'present_%s' shares the memory of '%s' and is expected "
+      "to have its strides (a buffer with room for both), got others",
+      kind, source_name);
+}
 
 const char* dtype_name(int32_t dtype) {
   constexpr const char* kNames[] = {"none", "float32", "float16", "bfloat16", "float8_e4m3",
@@ -222,13 +166,17 @@ flashonnx_status validate(const Params& p) {
   FLASHONNX_RETURN_IF_ERROR(check_sizes(p));
   FLASHONNX_RETURN_IF_ERROR(check_tensors(p));
   FLASHONNX_RETURN_IF_ERROR(check_combinations(p));
-  return check_scalars(p);
+  FLASHONNX_RETURN_IF_ERROR(check_scalars(p));
+  return check_cache(p);
 }
 
 flashonnx_status validate_data(const Params& p) {
-  const int64_t queries = p.batch * p.q_length;
-  const int64_t keys = p.batch * p.kv_length;
+  const int64_t queries = present(p.cu_seqlens_q) ? p.q_tokens : p.batch * p.q_length;
+  const int64_t keys = present(p.cu_seqlens_k)   ? p.kv_tokens
+                       : present(p.cu_seqlens_q) ? p.q_tokens
+                                                 : p.batch * p.kv_length;
   const int64_t past = p.batch * p.past_length;
+  const int64_t mask_keys = present(p.cache_k) ? p.cache_capacity : p.past_length + p.kv_length;
   const struct {
     const char* name;
     const flashonnx_tensor& tensor;
@@ -241,20 +189,17 @@ flashonnx_status validate_data(const Params& p) {
       {"lse", p.lse, queries},
       {"past_key", p.past_k, past},
       {"past_value", p.past_v, past},
-      {"present_key", p.present_k, keys + past},
-      {"present_value", p.present_v, keys + past},
-      {"attn_mask", p.mask, p.mask_keys == 0 ? 0 : queries * (p.kv_length + p.past_length)},
+      {"present_key", p.present_k, present(p.cache_k) ? 0 : keys + past},
+      {"present_value", p.present_v, present(p.cache_k) ? 0 : keys + past},
+      {"attn_mask", p.mask, p.mask_keys == 0 ? 0 : queries * mask_keys},
       {"nonpad_kv_seqlen", p.key_lengths, p.batch},
       {"sinks", p.sinks, 1},
   };
-  for (const auto& [name, tensor, rows] : kTensors) {
-    if (tensor.dtype != FLASHONNX_NONE && rows > 0 && tensor.data == nullptr) {
-      return make_status(FLASHONNX_INVALID_ARGUMENT,
-                         "FlashAttention: '%s' is expected to have data, got a null pointer", name);
-    }
-  }
-  FLASHONNX_RETURN_IF_ERROR(check_alias("key", p.present_k, p.past_k));
-  return check_alias("value", p.present_v, p.past_v);
+  for (const auto& [name, tensor, rows] : kTensors)
+    FLASHONNX_RETURN_IF_ERROR(check_data(name, tensor, rows));
+  FLASHONNX_RETURN_IF_ERROR(check_alias("key", "past_key", p.present_k, p.past_k));
+  FLASHONNX_RETURN_IF_ERROR(check_alias("value", "past_value", p.present_v, p.past_v));
+  return check_cache_data(p);
 }
 
 }  // namespace flashonnx

@@ -33,6 +33,18 @@ flashonnx_status interpret_heads(const char* name, std::optional<int64_t> given,
   return ok();
 }
 
+flashonnx_status interpret_switch(const char* name, int64_t given, int64_t* value) {
+  if (given != 0 && given != 1) return invalid(name, "0 or 1", given);
+  *value = given;
+  return ok();
+}
+
+flashonnx_status interpret_bound(const char* name, int64_t given, int64_t* value) {
+  if (given < 0) return invalid(name, "0 (unknown) or positive", given);
+  *value = given;
+  return ok();
+}
+
 flashonnx_status interpret_window(const char* name, int64_t given, int64_t* window) {
   if (given < -1) return invalid(name, "-1 (no bound) or at least 0", given);
   *window = given;
@@ -79,10 +91,7 @@ flashonnx_status interpret(const NodeAttributes& node, Attributes* a) {
     return invalid("empty_row", "\"zero\" or \"mean\"", node.empty_row);
   }
   a->empty_row = node.empty_row == "mean" ? FLASHONNX_EMPTY_ROW_MEAN : FLASHONNX_EMPTY_ROW_ZERO;
-  if (node.is_causal != 0 && node.is_causal != 1) {
-    return invalid("is_causal", "0 or 1", node.is_causal);
-  }
-  a->is_causal = node.is_causal;
+  FLASHONNX_RETURN_IF_ERROR(interpret_switch("is_causal", node.is_causal, &a->is_causal));
   FLASHONNX_RETURN_IF_ERROR(interpret_heads("q_num_heads", node.q_num_heads, &a->q_num_heads));
   FLASHONNX_RETURN_IF_ERROR(interpret_heads("kv_num_heads", node.kv_num_heads, &a->kv_num_heads));
   FLASHONNX_RETURN_IF_ERROR(
@@ -94,6 +103,17 @@ flashonnx_status interpret(const NodeAttributes& node, Attributes* a) {
     return invalid("softcap", "0 (none) or positive and finite", node.softcap);
   }
   a->softcap = node.softcap;
+  FLASHONNX_RETURN_IF_ERROR(
+      interpret_switch("rotary_interleaved", node.rotary_interleaved, &a->rotary_interleaved));
+  if (node.rotary_dim < 0 || node.rotary_dim % 2 != 0)
+    return invalid("rotary_dim", "0 (by the tables' width) or positive and even", node.rotary_dim);
+  a->rotary_dim = node.rotary_dim;
+  int64_t fixed_split = 0;
+  FLASHONNX_RETURN_IF_ERROR(interpret_switch("fixed_split", node.fixed_split, &fixed_split));
+  a->fixed_split = static_cast<int32_t>(fixed_split);
+  FLASHONNX_RETURN_IF_ERROR(interpret_bound("max_q_length", node.max_q_length, &a->max_q_length));
+  FLASHONNX_RETURN_IF_ERROR(
+      interpret_bound("max_kv_length", node.max_kv_length, &a->max_kv_length));
   return check_precision(node.softmax_precision);
 }
 

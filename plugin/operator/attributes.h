@@ -1,4 +1,4 @@
-// The attributes of flashonnx::FlashAttention, whichever runtime they come from.
+// The attributes of the operators, whichever runtime they come from.
 #pragma once
 
 #include <cstdint>
@@ -33,6 +33,12 @@ struct NodeAttributes {
   int64_t softmax_precision = 0;
   std::string empty_row = "zero";
   std::string qkv_layout = "separate";
+  // Of FlashAttentionKVCache and FlashAttentionVarlen alone:
+  int64_t rotary_interleaved = 0;
+  int64_t rotary_dim = 0;
+  int64_t fixed_split = 0;
+  int64_t max_q_length = 0;
+  int64_t max_kv_length = 0;
 };
 
 // What they mean.
@@ -46,6 +52,11 @@ struct Attributes {
   int64_t left_window_size = -1;
   int64_t right_window_size = -1;
   int32_t empty_row = 0;  // FLASHONNX_EMPTY_ROW_*
+  int64_t rotary_interleaved = 0;
+  int64_t rotary_dim = 0;  // 0: twice the tables' width
+  int32_t fixed_split = 0;
+  int64_t max_q_length = 0;  // 0: unknown
+  int64_t max_kv_length = 0;
 };
 
 // INVALID_ARGUMENT or NOT_IMPLEMENTED name the attribute, what was expected and what came.

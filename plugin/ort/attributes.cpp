@@ -85,8 +85,9 @@ class Reader {
   const OrtKernelInfo& info_;
 };
 
-flashonnx_status read_all(const Reader& reader, Attributes* attributes) {
+flashonnx_status read_all(const Reader& reader, int64_t is_causal, Attributes* attributes) {
   NodeAttributes node;
+  node.is_causal = is_causal;
   FLASHONNX_RETURN_IF_ERROR(reader.read("qkv_layout", &node.qkv_layout));
   FLASHONNX_RETURN_IF_ERROR(reader.read("empty_row", &node.empty_row));
   FLASHONNX_RETURN_IF_ERROR(reader.read("is_causal", &node.is_causal));
@@ -97,6 +98,11 @@ flashonnx_status read_all(const Reader& reader, Attributes* attributes) {
   FLASHONNX_RETURN_IF_ERROR(reader.read("scale", &node.scale));
   FLASHONNX_RETURN_IF_ERROR(reader.read("softcap", &node.softcap));
   FLASHONNX_RETURN_IF_ERROR(reader.read("softmax_precision", &node.softmax_precision));
+  FLASHONNX_RETURN_IF_ERROR(reader.read("rotary_interleaved", &node.rotary_interleaved));
+  FLASHONNX_RETURN_IF_ERROR(reader.read("rotary_dim", &node.rotary_dim));
+  FLASHONNX_RETURN_IF_ERROR(reader.read("fixed_split", &node.fixed_split));
+  FLASHONNX_RETURN_IF_ERROR(reader.read("max_q_length", &node.max_q_length));
+  FLASHONNX_RETURN_IF_ERROR(reader.read("max_kv_length", &node.max_kv_length));
   return interpret(node, attributes);
 }
 
@@ -114,8 +120,9 @@ void peek_heads(const OrtApi& api, const OrtShapeInferContext& context, const ch
 
 }  // namespace
 
-OrtStatus* read_attributes(const OrtApi& api, const OrtKernelInfo& info, Attributes* attributes) {
-  return to_ort(api, read_all(Reader(api, info), attributes));
+OrtStatus* read_attributes(const OrtApi& api, const OrtKernelInfo& info, int64_t is_causal,
+                           Attributes* attributes) {
+  return to_ort(api, read_all(Reader(api, info), is_causal, attributes));
 }
 
 Attributes peek_attributes(const OrtApi& api, const OrtShapeInferContext& context) {

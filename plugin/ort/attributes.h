@@ -1,4 +1,4 @@
-// The attributes of flashonnx::FlashAttention from ONNX Runtime.
+// The attributes of the operators from ONNX Runtime.
 #pragma once
 
 #include "operator/attributes.h"
@@ -7,7 +7,9 @@
 namespace flashonnx::ort {
 
 // Reads and checks a node's attributes. ONNX Runtime checks neither their types nor their values.
-OrtStatus* read_attributes(const OrtApi& api, const OrtKernelInfo& info, Attributes* attributes);
+// Those that the operator does not have are absent; `is_causal`: the default, where it is.
+OrtStatus* read_attributes(const OrtApi& api, const OrtKernelInfo& info, int64_t is_causal,
+                           Attributes* attributes);
 
 // The layout and head counts for shape inference. Leaves what is absent or malformed at its
 // default: creating the kernel will complain.

@@ -80,7 +80,9 @@ class Context {
   ONNXTensorElementDataType input_type(size_t index) const {
     ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
     OrtTensorTypeAndShapeInfo* info = nullptr;
-    if (succeeded(api_, api_.ShapeInferContext_GetInputTypeShape(context_, index, &info))) {
+    size_t count = 0;
+    if (succeeded(api_, api_.ShapeInferContext_GetInputCount(context_, &count)) && index < count &&
+        succeeded(api_, api_.ShapeInferContext_GetInputTypeShape(context_, index, &info))) {
       (void)succeeded(api_, api_.GetTensorElementType(info, &type));
     }
     return type;
@@ -167,9 +169,46 @@ bool packed_sizes(const Attributes& a, const Dims& q, Sizes* s) {
   return true;
 }
 
+// Y and lse of an operator whose tokens are (B, S, H*D) or (B, H, S, D), or packed (T, H*D) or (T,
+// H, D). `lse`: the output's index.
+void infer_rows(const Context& context, const Dims& q, bool ragged, const Dim& heads,
+                const Dim& value_dim, size_t lse) {
+  const auto type = context.input_type(0);
+  const size_t flat = ragged ? 2 : 3;
+  if (q.size() != flat && q.size() != flat + 1) return;
+  const bool ranked = q.size() == flat + 1;
+  const Dim q_heads = ranked ? q[1] : heads;
+  Dims y = q, rows = {q[0], q_heads, q[ranked ? 2 : 1]};
+  y.back() = ranked ? value_dim : product(q_heads, value_dim);
+  if (ragged) rows = {q_heads, q[0]};
+  context.output(0, type, y);
+  context.output(lse, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, rows);
+}
+
 }  // namespace
 
-void infer_output_shapes(const OrtApi& api, OrtShapeInferContext* ort_context) {
+void infer_cache(const OrtApi& api, OrtShapeInferContext* ort_context) {
+  const Context context(api, ort_context);
+  const Attributes attributes = peek_attributes(api, *ort_context);
+  const Dims keys = context.input(3), values = context.input(4);
+  if (keys.size() == 4) context.output(1, context.input_type(0), keys);
+  if (values.size() == 4) context.output(2, context.input_type(0), values);
+  const bool ragged = context.input_type(7) != ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+  infer_rows(context, context.input(0), ragged, size(attributes.q_num_heads),
+             values.size() == 4 ? values[3] : Dim{}, 3);
+}
+
+void infer_varlen(const OrtApi& api, OrtShapeInferContext* ort_context) {
+  const Context context(api, ort_context);
+  const Attributes attributes = peek_attributes(api, *ort_context);
+  const Dims v = context.input(2);
+  Dim value_dim;
+  if (v.size() == 3) value_dim = v[2];
+  if (v.size() == 2) value_dim = quotient(v[1], size(attributes.kv_num_heads));
+  infer_rows(context, context.input(0), true, size(attributes.q_num_heads), value_dim, 1);
+}
+
+void infer_attention(const OrtApi& api, OrtShapeInferContext* ort_context) {
   const Context context(api, ort_context);
   const Attributes attributes = peek_attributes(api, *ort_context);
   const Dims q = context.input(0);

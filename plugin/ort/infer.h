@@ -5,7 +5,9 @@
 
 namespace flashonnx::ort {
 
-// Sets what can be known. Contradictions are left to the run, whose errors name the input.
-void infer_output_shapes(const OrtApi& api, OrtShapeInferContext* context);
+// Each sets what can be known. Contradictions are left to the run, whose errors name the input.
+void infer_attention(const OrtApi& api, OrtShapeInferContext* context);
+void infer_cache(const OrtApi& api, OrtShapeInferContext* context);
+void infer_varlen(const OrtApi& api, OrtShapeInferContext* context);
 
 }  // namespace flashonnx::ort

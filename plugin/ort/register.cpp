@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "flashonnx/attention.h"
-#include "ort/attention_op.h"
+#include "ort/custom_op.h"
 
 namespace flashonnx::ort {
 namespace {
@@ -16,7 +16,7 @@ constexpr int kMinor =
     28;  // earlier ones abort in our shape function and ignore function overloads
 
 struct Registration {
-  std::vector<AttentionOp> ops;
+  std::vector<CustomOp> ops;
   OrtCustomOpDomain* domain = nullptr;
 };
 
@@ -29,10 +29,10 @@ OrtStatus* find_domain(const OrtApi& api, OrtCustomOpDomain** domain) {
   Registration& registration = registrations[&api];
   if (registration.domain == nullptr) {
     OrtCustomOpDomain* made = nullptr;
-    registration.ops = attention_ops(api);
+    registration.ops = custom_ops(api);
     FLASHONNX_ORT_RETURN_IF_ERROR(api.CreateCustomOpDomain(kDomain, &made));
     Handle<OrtCustomOpDomain> half_made(made, api.ReleaseCustomOpDomain);
-    for (const AttentionOp& op : registration.ops) {
+    for (const CustomOp& op : registration.ops) {
       FLASHONNX_ORT_RETURN_IF_ERROR(api.CustomOpDomain_Add(made, &op));
     }
     registration.domain = half_made.release();

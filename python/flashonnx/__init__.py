@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from flashonnx.export import Report as Report
     from flashonnx.export import fuse as fuse
     from flashonnx.export import unfuse as unfuse
-    from flashonnx.export.torch_export import export_onnx as export_onnx
+    from flashonnx.export.pytorch.export import export_onnx as export_onnx
 
     __version__: str
 
@@ -39,7 +39,7 @@ _PUBLIC = {
     "Report": "flashonnx.export",
     "fuse": "flashonnx.export",
     "unfuse": "flashonnx.export",
-    "export_onnx": "flashonnx.export.torch_export",
+    "export_onnx": "flashonnx.export.pytorch.export",
 }
 
 _MODULES = ("export", "tensorrt", "torch")

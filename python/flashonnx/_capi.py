@@ -98,6 +98,7 @@ class Params(ctypes.Structure):
         ("rotary_dim", c_int64),
         ("rotary_interleaved", c_int32),
         ("reserved_cache", c_int32),
+        *((name, c_int64) for name in ("num_pages", "rotary_length", "q_tokens", "kv_tokens")),
         ("parallel_for", ParallelFor),
         ("parallel_context", c_void_p),
     )

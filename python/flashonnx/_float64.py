@@ -76,6 +76,7 @@ def evaluate(model: onnx.ModelProto) -> Any:
     from onnx.reference.op_run import OpRun
 
     from flashonnx.reference import FlashAttention
+    from flashonnx.reference_cache import FlashAttentionKVCache, FlashAttentionVarlen
 
     erf = np.vectorize(math.erf, otypes=[np.float64])
 
@@ -96,7 +97,8 @@ def evaluate(model: onnx.ModelProto) -> Any:
             near = tuple(slice(None) if i == axis % data.ndim else slice(n) for i, n in enumerate(indices.shape))
             return (np.take_along_axis(data[near], indices.astype(np.int64), axis=axis),)
 
-    return ReferenceEvaluator(model, new_ops=[Erf, Gelu, GatherElements, FlashAttention])
+    ours = [FlashAttention, FlashAttentionKVCache, FlashAttentionVarlen]
+    return ReferenceEvaluator(model, new_ops=[Erf, Gelu, GatherElements, *ours])
 
 
 def _narrow() -> dict[int, float]:

@@ -81,7 +81,7 @@ def generate(
         The same feeds for the same arguments. Boolean and 0/1 masks leave every query a key; entries of a batch are
         padded to uneven lengths, on the right, and in the last case on the left.
     """
-    symbols = list(dict.fromkeys(d for spec in specs for d in spec.shape if isinstance(d, str) and d.isidentifier()))
+    symbols = symbols_of(specs)
     known = dict(dims or {})
     unknown = sorted(set(known) - set(symbols))
     if unknown:
@@ -101,13 +101,18 @@ def generate(
         others = itertools.count(length, step)
         first = {spec.shape[0] for spec in specs if spec.shape}
         for symbol in free:
-            sizes[symbol] = batch if symbol in first and _is_batch(symbol, specs) else next(others)
+            sizes[symbol] = batch if symbol in first and is_batch(symbol, specs) else next(others)
         rng = np.random.default_rng(_SEED + case)
         left = case == number - 1 and number > 1
         yield sizes, {spec.name: _values(spec, _shape(spec, sizes, batch, length), rng, left) for spec in specs}
 
 
-def _is_batch(symbol: str, specs: Sequence[InputSpec]) -> bool:
+def symbols_of(specs: Sequence[InputSpec]) -> list[str]:
+    """The names of dimensions."""
+    return list(dict.fromkeys(d for spec in specs for d in spec.shape if isinstance(d, str) and d.isidentifier()))
+
+
+def is_batch(symbol: str, specs: Sequence[InputSpec]) -> bool:
     """A dimension that is only ever the first one."""
     return not any(symbol in spec.shape[1:] for spec in specs)
 
@@ -116,13 +121,13 @@ def _shape(spec: InputSpec, sizes: Mapping[str, int], batch: int, length: int) -
     shape = []
     for axis, dim in enumerate(spec.shape):
         if isinstance(dim, str):
-            shape.append(_evaluate(dim, sizes, spec.name))
+            shape.append(evaluate(dim, sizes, spec.name))
         else:
             shape.append(dim if dim is not None else length if axis else batch)
     return tuple(shape)
 
 
-def _evaluate(expression: str, sizes: Mapping[str, int], name: str) -> int:
+def evaluate(expression: str, sizes: Mapping[str, int], name: str) -> int:
     """A dimension such as `past + sequence` or `Max(1, 2*batch)`, as torch's exporter writes them."""
     operators = {ast.Add: int.__add__, ast.Sub: int.__sub__, ast.Mult: int.__mul__, ast.FloorDiv: int.__floordiv__}
 

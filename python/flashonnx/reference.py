@@ -166,7 +166,7 @@ def prepare(
         seen = seen & (key <= position + right_window_size)
     bias = np.zeros(1)
     if attn_mask is not None:
-        bias = _additive(attn_mask, kv_length)
+        bias = additive_mask(attn_mask, kv_length)
         seen = seen & ~np.isneginf(bias)
     return Problem(q, k, v, seen, bias, lengths)
 
@@ -205,7 +205,7 @@ def _unpack(packed: Array, q_heads: int | None, kv_heads: int | None, layout: st
     return split[:, :q_heads], split[:, q_heads : q_heads + kv_heads], split[:, q_heads + kv_heads :]
 
 
-def _additive(mask: Array, kv_length: int) -> Array:
+def additive_mask(mask: Array, kv_length: int) -> Array:
     """The mask as a float64 bias over all keys: false, and keys beyond its end, become -inf."""
     bias = mask.astype(np.float64)
     if mask.dtype.kind in "bui":

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import flashonnx.torch  # noqa: F401  registers the operator
-from flashonnx.export.transformers_functions import NAME, Functions, Meaning
+from flashonnx.export.pytorch.transformers_functions import NAME, Functions, Meaning
 
 __all__ = ["NAME"]
 

@@ -312,9 +312,8 @@ def test_projecting_left(inputs: Inputs, given: dict[str, Any], reason: str) -> 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("PackedMultiHeadAttention", "one behind the other"),
-        ("PagedAttention", "paged"),
-        ("DecoderMaskedMultiHeadAttention", "in place"),
+        ("PackedAttention", "PackedMultiHeadAttention"),
+        ("DecoderMaskedMultiHeadAttention", "an order of its own"),
         ("QAttention", "quantized"),
         ("SparseAttention", "blocks"),
     ],

@@ -120,8 +120,7 @@ PAST: Shape = ["b", 2, "p", 16]
 @pytest.mark.parametrize(
     ("inputs", "given", "reason"),
     [
-        ({"past_key": PAST, "past_value": PAST}, {}, "in place"),
-        ({"past_key": PAST, "past_value": PAST}, {"sliding_window_cache": 1, "local_window_size": 4}, "in place"),
+        ({"past_key": PAST, "past_value": PAST}, {"sliding_window_cache": 1, "local_window_size": 4}, "last window"),
         ({}, {"local_window_size": 4}, "local_window_size"),
         ({"value": None}, {}, "together"),
         ({}, {"do_rotary": 1}, "cos_cache"),

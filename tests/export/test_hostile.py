@@ -68,7 +68,7 @@ def test_rules_that_raise(error: Exception, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_body_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is fused without it, and the report says so."""
-    from flashonnx.export import portable
+    from flashonnx.export.operator import portable
 
     def fail(*_: object, **__: object) -> None:
         raise IndexError("no such thing")

@@ -282,6 +282,7 @@ WIDEN = """
 """
 REPETITIONS = {
     "Tile": "{x}5 = Unsqueeze({x}, a2) {x}w = Tile({x}5, five) {x}h = Reshape({x}w, joined)",
+    "Tile by OneHot": "{x}5 = Unsqueeze({x}, a2) {x}w = Tile({x}5, counts) {x}h = Reshape({x}w, joined)",
     "Concat": "{x}5 = Unsqueeze({x}, a2) {x}w = Concat<axis=2>({x}5, {x}5) {x}h = Reshape({x}w, joined)",
     "Gather": "{x}h = Gather<axis=1>({x}, each)",
     # every head as a whole: query head h would use key head h % 2
@@ -295,6 +296,8 @@ INDICES = """
     five = Constant<value_ints=[1,1,2,1,1]>() four = Constant<value_ints=[1,2,1,1]>()
     each = Constant<value_ints=[0,0,1,1]>() all = Constant<value_ints=[0,1,0,1]>()
     odd = Constant<value_ints=[0,0,1,0]>()
+    depth = Constant<value_int=5>() pair = Constant<value_ints=[1,2]>() hot = OneHot(a2, depth, pair)
+    minus = Constant<value_ints=[-1]>() counts = Reshape(hot, minus)
 """
 
 
@@ -306,10 +309,11 @@ def test_repetitions(name: str) -> None:
         f"{WIDEN} {INDICES} {steps} kt = Transpose<perm=[0,1,3,2]>(kh) qh = Identity(q) {ATTEND.replace('o =', 'y =')}"
     )
     model, _ = fuse_and_check(parse(body, FEW, "float[b,4,s,8] y"), *SIZES)
-    is_grouped = name in ("Tile", "Concat", "Gather")
+    is_grouped = name in ("Tile", "Tile by OneHot", "Concat", "Gather")
     assert (list(nodes(model)[0].input) == ["q", "k", "v"]) == is_grouped
     if is_grouped:
-        assert op_types(model) <= {"FlashAttention", "Shape", "Concat"}  # of a target that nobody needs
+        # targets of shapes, which nobody needs
+        assert op_types(model) <= {"FlashAttention", "Shape", "Concat", "OneHot", "Reshape"}
 
 
 @pytest.mark.parametrize(

@@ -262,6 +262,7 @@ def test_causal_and_padding_in_half_precision() -> None:
     fused, report = fuse_and_check(model, {"b": 2, "s": 7}, padding=np.array([[1] * 7, [1] * 5 + [0, 0]], np.int64))
     assert "is_causal" not in attributes(nodes(fused)[0])
     assert "a window is left in the mask" in report.sites[0].reason
+    assert "-65504 is added to its scores" in report.sites[0].reason
     fused, _ = fuse_and_check(parse(body.replace("And(c, pad)", "And(c, c)"), inputs, output), {"b": 2, "s": 7})
     assert attributes(nodes(fused)[0]) == {"scale": 1.0, "is_causal": 1}
 

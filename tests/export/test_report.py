@@ -7,8 +7,8 @@ import json
 
 import pytest
 from flashonnx.export import Report, Site, explain, fuse
-from flashonnx.export.dims import Dim
-from flashonnx.export.matrices import Matrix
+from flashonnx.export.sites.matrices import Matrix
+from flashonnx.export.values.dims import Dim
 from models import parse
 
 PLAIN = "kt = Transpose<perm=[0,1,3,2]>(k) scores = MatMul(q, kt) p = Softmax<axis=-1>(scores) y = MatMul(p, v)"

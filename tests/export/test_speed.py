@@ -15,9 +15,10 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from flashonnx.export import build, fuse, unfuse
-from flashonnx.export.facts import Facts
-from flashonnx.export.sites import Finder
+from flashonnx.export import fuse, unfuse
+from flashonnx.export.model import build
+from flashonnx.export.sites.finder import Finder
+from flashonnx.export.values.facts import Facts
 from onnx import TensorProto, helper, numpy_helper
 
 HEADS, KEY_HEADS, SIZE = 4, 2, 8

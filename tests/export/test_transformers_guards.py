@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 flashonnx = pytest.importorskip("flashonnx")
-from flashonnx.export import transformers_route  # noqa: E402
+from flashonnx.export.pytorch import transformers_route  # noqa: E402
 from transformers import masking_utils, modeling_utils  # noqa: E402
 
 _NAME = "of_the_user"

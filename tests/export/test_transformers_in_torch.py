@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 flashonnx = pytest.importorskip("flashonnx")
-from flashonnx.export import transformers_route  # noqa: E402
+from flashonnx.export.pytorch import transformers_route  # noqa: E402
 from transformers_models import FAMILIES, text  # noqa: E402
 
 NAME = "onnx_fused"

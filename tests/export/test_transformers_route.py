@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 flashonnx = pytest.importorskip("flashonnx")
-from flashonnx.export import transformers_masks, transformers_route  # noqa: E402
+from flashonnx.export.pytorch import transformers_masks, transformers_route  # noqa: E402
 from transformers import masking_utils  # noqa: E402
 from transformers_models import FAMILIES, Family, text  # noqa: E402
 

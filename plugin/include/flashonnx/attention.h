@@ -127,25 +127,44 @@ typedef struct flashonnx_attention_params {
   const uint64_t* dropout_seed;
   const uint64_t* dropout_offset;
 
-  // -- ragged batches: Q, K, V and O are packed tokens (T, H, D), batch stride unused
+  // -- ragged batches: Q, K, V and O are packed tokens (T, H, D): the batch strides are unused, and
+  // those of lse are {unused, head, token}. Sequence b holds tokens [cu_seqlens_q[b],
+  // cu_seqlens_q[b + 1]), numbers that are brought into order and range on the device; a row of O
+  // in no sequence, or q_length or more behind the start of its own, is 0 (lse -inf). Sq and Sk
+  // above mean the sequence's own. No mask.
   flashonnx_tensor cu_seqlens_q;  // optional int32 (B + 1)
-  flashonnx_tensor cu_seqlens_k;  // optional int32 (B + 1)
+  flashonnx_tensor cu_seqlens_k;  // optional int32 (B + 1), together with cu_seqlens_q: of K and V;
+                                  // not with a cache, whose new keys have cu_seqlens_q
 
-  // -- key/value cache in place of k and v's history: new keys are appended at cache_lengths[b],
-  // then attended with the rest
+  // -- key/value cache in place of past and key_lengths: the q_length keys of k and v (the
+  // sequence's own if ragged; none if they are absent) are appended at cache_lengths[b], then all
+  // are attended. Keys that find no slot, or no page, are dropped. Query i stands at key
+  // (keys after this call) - Sq + i; causal_offset has to be 0, offset_from_lengths is implied.
+  // present_k and present_v may name another memory of the cache's shape, to which it is copied
+  // first; absent, or the cache's own memory: the cache is changed in place and nothing is copied.
   flashonnx_tensor cache_k;  // contiguous (B, Hkv, capacity, D), or pages: {page, head, slot, 1}
   flashonnx_tensor cache_v;
-  int64_t cache_capacity;          // slots per sequence
-  flashonnx_tensor cache_lengths;  // int32 (B): keys in the cache before this call
-  flashonnx_tensor block_table;    // optional int32 (B, pages): stride {batch, page}
+  int64_t cache_capacity;          // slots per sequence; with pages: page_size * those of its table
+  flashonnx_tensor cache_lengths;  // int32 or int64 (B), stride[0]: keys in the cache before this
+                                   // call; clamped to [0, capacity]
+  flashonnx_tensor block_table;    // optional int32 (B, pages): stride {batch, page}; slot s of a
+                                   // sequence is slot s % page_size of page block_table[b][s /
+                                   // page_size]; keys of a page outside [0, num_pages) are masked
   int64_t page_size;               // slots per page; 0: contiguous
-  flashonnx_tensor rotary_cos;     // optional (positions, rotary_dim / 2): stride {position, 1}
+  flashonnx_tensor rotary_cos;     // optional (positions, rotary_dim / 2), float32 or of Q's type:
+                                   // stride {position, 1}
   flashonnx_tensor rotary_sin;
-  flashonnx_tensor rotary_positions;  // optional int64 (B, Sq): stride {batch, token}; absent:
-                                      // counted from cache_lengths
-  int64_t rotary_dim;                 // leading features that are rotated; 0: none
+  flashonnx_tensor rotary_positions;  // optional int64 (B, Sq): stride {batch, token}, ragged:
+                                      // {unused, token}; absent: where the query stands (above),
+                                      // before the cache's end cuts it. Clamped to the table.
+  int64_t rotary_dim;                 // leading features of Q and of new keys that are rotated; 0:
+                                      // none
   int32_t rotary_interleaved;         // pairs (0,1)(2,3).. instead of halves
   int32_t reserved_cache;             // 0
+  int64_t num_pages;                  // pages that cache_k and cache_v hold
+  int64_t rotary_length;              // positions that rotary_cos and rotary_sin hold
+  int64_t q_tokens;                   // ragged: rows of Q and O, and of a cache's new keys
+  int64_t kv_tokens;                  // with cu_seqlens_k: rows of K and V
 
   // -- CPU only; absent: the library's own threads
   flashonnx_parallel_for parallel_for;

@@ -12,7 +12,8 @@ Plan plan_of(const Params& params) {
   const bool mask = params.mask.dtype != FLASHONNX_NONE;
   plan.longest_last = params.is_causal || params.window_right >= 0;
   int64_t section = 1;
-  const int64_t heads = params.batch * params.q_heads, group = params.q_heads / params.kv_heads;
+  const Rows queries = query_rows(params), keys = key_rows(params);
+  const int64_t heads = queries.batch * params.q_heads, group = params.q_heads / params.kv_heads;
   if (plan.longest_last) {
     const int64_t bytes =
         std::max<int64_t>(params.kv_length * (params.head_dim + params.value_dim) * 2, 1);
@@ -31,11 +32,11 @@ Plan plan_of(const Params& params) {
     plan.cap_in = params.scale / params.softcap;
     plan.cap_out = params.softcap * kLog2e;
   }
-  plan.q_vectors = rows_aligned(params.q, params.batch, params.q_heads, params.q_length, 16);
-  plan.k_vectors = rows_aligned(params.k, params.batch, params.kv_heads, params.kv_length, 16);
-  plan.v_vectors = rows_aligned(params.v, params.batch, params.kv_heads, params.kv_length, 16);
+  plan.q_vectors = rows_aligned(params.q, queries.batch, params.q_heads, queries.rows, 16);
+  plan.k_vectors = rows_aligned(params.k, keys.batch, params.kv_heads, keys.rows, 16);
+  plan.v_vectors = rows_aligned(params.v, keys.batch, params.kv_heads, keys.rows, 16);
   plan.o_vectors = params.o.dtype == params.q.dtype && params.value_dim % 8 == 0 &&
-                   rows_aligned(params.o, params.batch, params.q_heads, params.q_length, 16);
+                   rows_aligned(params.o, queries.batch, params.q_heads, queries.rows, 16);
   plan.mask_vectors = mask && params.mask.stride[3] == 1 &&
                       rows_aligned(params.mask, params.batch, params.q_heads, params.q_length, 16);
   return plan;

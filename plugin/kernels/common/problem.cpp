@@ -40,13 +40,49 @@ Problem problem_of(const Params& params) {
   p.head_dim = static_cast<int32_t>(params.head_dim);
   p.value_dim = static_cast<int32_t>(params.value_dim);
   p.offset = params.causal_offset;
-  p.offset_from_lengths = params.offset_from_lengths && p.key_lengths;
+  p.offset_from_lengths = params.offset_from_lengths;
   p.left = params.window_left;
   p.right = params.is_causal ? 0 : params.window_right;
   p.empty_row_mean = params.empty_row == FLASHONNX_EMPTY_ROW_MEAN;
   p.scale = params.scale;
   p.softcap = params.softcap;
+  p.ragged = ragged_of(params);
+  p.pages = pages_of(params);
   return p;
+}
+
+Ragged ragged_of(const Params& params) {
+  Ragged ragged = {};
+  if (!present(params.cu_seqlens_q)) return ragged;
+  ragged.queries = static_cast<const int32_t*>(params.cu_seqlens_q.data);
+  if (present(params.cu_seqlens_k))
+    ragged.keys = static_cast<const int32_t*>(params.cu_seqlens_k.data);
+  ragged.sequences = static_cast<int32_t>(params.batch);
+  ragged.tokens = static_cast<int32_t>(params.q_tokens);
+  return ragged;
+}
+
+Pages pages_of(const Params& params) {
+  Pages pages = {};
+  if (!present(params.block_table)) return pages;
+  pages.table = static_cast<const int32_t*>(params.block_table.data);
+  pages.table_batch = params.block_table.stride[0];
+  pages.table_page = params.block_table.stride[1];
+  pages.k = params.k.stride[0], pages.v = params.v.stride[0];
+  pages.count = static_cast<uint32_t>(params.num_pages);
+  pages.size = Divider(static_cast<uint32_t>(params.page_size));
+  return pages;
+}
+
+Rows query_rows(const Params& params) {
+  if (present(params.cu_seqlens_q)) return {1, params.q_tokens};
+  return {params.batch, params.q_length};
+}
+
+Rows key_rows(const Params& params) {
+  if (present(params.block_table)) return {params.num_pages, params.page_size};
+  if (present(params.cu_seqlens_k)) return {1, params.kv_tokens};
+  return {params.batch, params.kv_length};
 }
 
 int32_t size_of(int32_t dtype) {

@@ -3,13 +3,7 @@
 
 #include <cstdint>
 
-#include "kernels/table.h"
-
-#ifdef __CUDACC__
-#define FLASHONNX_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define FLASHONNX_HOST_DEVICE inline
-#endif
+#include "kernels/common/gather.h"
 
 namespace flashonnx {
 
@@ -43,6 +37,9 @@ struct Problem {
   int32_t empty_row_mean;
 
   float scale, softcap;
+
+  Ragged ragged;  // where there is one, the batch strides of what it speaks of say nothing
+  Pages pages;
 };
 
 // Kernels count positions in 32 bits: q_length + kv_length of a problem may not exceed this.
@@ -83,17 +80,21 @@ struct KeyRange {
   }
 };
 
-// `length`: the batch entry's number of keys. Clamping the bounds to [-q_length, key_length] keeps
-// their meaning and lets everything below count in 32 bits; the launch has checked that q_length +
-// key_length fits.
-FLASHONNX_HOST_DEVICE KeyRange key_range(const Problem& problem, int32_t length) {
+// `length`: the batch entry's number of keys, `queries`: of queries. Clamping the bounds to
+// [-q_length, key_length] keeps their meaning and lets everything below count in 32 bits; the
+// launch has checked that q_length + key_length fits.
+FLASHONNX_HOST_DEVICE KeyRange key_range(const Problem& problem, int32_t queries, int32_t length) {
   const int64_t offset =
-      problem.offset + (problem.offset_from_lengths ? int64_t{length} - problem.q_length : 0);
+      problem.offset + (problem.offset_from_lengths ? int64_t{length} - queries : 0);
   const int64_t first = problem.left < 0 ? -int64_t{problem.q_length} : offset - problem.left;
   const int64_t last = problem.right < 0 ? int64_t{problem.key_length} : offset + problem.right + 1;
   return {static_cast<int32_t>(clamp(first, -int64_t{problem.q_length}, problem.key_length)),
           static_cast<int32_t>(clamp(last, -int64_t{problem.q_length}, problem.key_length)),
           length < problem.key_limit ? length : problem.key_limit};
+}
+
+FLASHONNX_HOST_DEVICE KeyRange key_range(const Problem& problem, int32_t length) {
+  return key_range(problem, problem.q_length, length);
 }
 
 }  // namespace flashonnx

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "simd.h"
+#include "source.h"
 #include "task.h"
 
 namespace flashonnx::cpu::FLASHONNX_CPU_ISA {
@@ -11,18 +12,27 @@ template <typename T>
 struct Direct {
   const flashonnx_attention_params& params;
   const Plan& plan;
-  const T* keys;
-  const T* values;
-  const T* tile_keys = nullptr;
-  const T* tile_values = nullptr;
+  const Source<T>& source;
+  Absent absent{};
+  const T* key_rows[kKeyTile] = {};
+  const T* value_rows[kKeyTile] = {};
 
   bool load_tile(int64_t first, int begin, int end) {
-    tile_keys = keys + first * params.k.stride[2];
-    tile_values = values + first * params.v.stride[2];
+    absent.clear();
+    source.visit_runs(first, begin, end, [&](int n, int count, const T* key, const T* value) {
+      if (key == nullptr) absent.add(n, count);
+      const int64_t key_step = key ? params.k.stride[2] : 0;
+      const int64_t value_step = key ? params.v.stride[2] : 0;
+      if (key == nullptr) key = value = reinterpret_cast<const T*>(kZeros);
+      for (int i = 0; i < count; ++i) {
+        key_rows[n + i] = key + i * key_step;
+        value_rows[n + i] = value + i * value_step;
+      }
+    });
     FiniteCheck check;
     for (int n = begin; n < end; ++n) {
       for (int64_t d = 0; d < params.value_dim; d += kWidth) {
-        check.add(load_upto(tile_values + n * params.v.stride[2] + d, params.value_dim - d));
+        check.add(load_upto(value_rows[n] + d, params.value_dim - d));
       }
     }
     return check.finite();
@@ -34,7 +44,7 @@ struct Direct {
       for (int i = 0; i < kWidth; ++i) {
         // Lanes past the end repeat the last key; their scores are masked like all columns past the
         // end.
-        lanes[i] = tile_keys + (n + i < end ? n + i : end - 1) * params.k.stride[2];
+        lanes[i] = key_rows[n + i < end ? n + i : end - 1];
       }
       for (int r = 0; r < rows; ++r) {
         store(scores + r * kKeyTile + n, dot_products(q + r * plan.padded_head_dim, lanes));
@@ -94,7 +104,7 @@ struct Direct {
     for (int n = begin; n < end; ++n) {
       if (kSeen && weights[n] == 0) continue;
       const Vec weight = broadcast(weights[n]);
-      const T* value = tile_values + n * params.v.stride[2] + d;
+      const T* value = value_rows[n] + d;
       if constexpr (kVectors == 1) {
         sums[0] += weight * load_upto(value, params.value_dim - d);
       } else {

@@ -4,6 +4,7 @@
 
 #include "direct.h"
 #include "packed.h"
+#include "rotary.h"
 #include "rows.h"
 #include "softmax.h"
 
@@ -15,6 +16,7 @@ struct Tile {
   int end;
   bool finite;          // no Inf or NaN among its values
   const float* biases;  // of all rows, or null
+  const Absent* absent;
 };
 
 struct Scratch {
@@ -67,8 +69,8 @@ inline Vec complete_scores(const Params& params, const Tile& tile, const Rows& r
   }
   Vec largest = broadcast(-kInfinity);
   if (biases != nullptr) largest = add_biases(scores, biases, begin, end, largest);
-  const bool cut =
-      mask_outside(scores, begin, end, rows.begin[r] - tile.first, rows.end[r] - tile.first);
+  bool cut = mask_outside(scores, begin, end, rows.begin[r] - tile.first, rows.end[r] - tile.first);
+  if (tile.absent->any) cut |= mask_absent(scores, begin, end, *tile.absent);
   if (biases == nullptr || cut) {
     largest = find_largest(scores, begin, end, broadcast(-kInfinity));
   }
@@ -145,8 +147,12 @@ void process_tiles(const Params& params, const Plan& plan, const Scratch& scratc
   const Range seen = visible_keys(rows, 0, rows.count);
   if (seen.begin >= seen.end) return;
   for (int64_t first = seen.begin / kKeyTile * kKeyTile; first < seen.end; first += kKeyTile) {
-    Tile tile{first, static_cast<int>(clamp(seen.begin - first, 0, kKeyTile)) / kPanel * kPanel,
-              static_cast<int>(clamp(seen.end - first, 0, kKeyTile)), true, nullptr};
+    Tile tile{first,
+              static_cast<int>(clamp(seen.begin - first, 0, kKeyTile)) / kPanel * kPanel,
+              static_cast<int>(clamp(seen.end - first, 0, kKeyTile)),
+              true,
+              nullptr,
+              &keys.absent};
     if (rows.same_mask && !read_shared_mask(params, rows, scratch, tile)) continue;
     tile.finite = keys.load_tile(first, tile.begin, tile.end);
     for (int r = 0; r < rows.count; r += kBlockRows) {
@@ -166,26 +172,36 @@ void run(const Params& params, const Plan& plan, int64_t task, float* memory) {
   const int64_t row_tile = plan.row_tiles - 1 - task % plan.row_tiles;
 
   Rows rows;
-  set_up_rows(params, plan, b, kv_head, row_tile * plan.rows, rows);
-  const T* k = at<const T>(params.k, b, kv_head, 0);
-  const T* v = at<const T>(params.v, b, kv_head, 0);
-  prefetch_rows(k, params.k.stride[2], kAhead, params.head_dim);
-  prefetch_rows(v, params.v.stride[2], kAhead, params.value_dim);
+  rows.sequence = sequence_of(params, b);
+  const Sequence& sequence = rows.sequence;
+  const int64_t total_rows = plan.group * clamp(sequence.queries, 0, params.q_length);
+  if (row_tile * plan.rows >= total_rows) return;
+  set_up_rows(params, plan, b, kv_head, row_tile * plan.rows, total_rows, rows);
+  const bool paged = params.block_table.dtype != FLASHONNX_NONE;
+  const int64_t k_batch = paged ? 0 : sequence.k_batch;
+  const Source<T> source{params, at<const T>(params.k, k_batch, kv_head, sequence.k_first),
+                         at<const T>(params.v, k_batch, kv_head, sequence.k_first),
+                         paged ? at<const int32_t>(params.block_table, b, 0, 0) : nullptr};
+  if (!paged) {
+    prefetch_rows(source.keys, params.k.stride[2], kAhead, params.head_dim);
+    prefetch_rows(source.values, params.v.stride[2], kAhead, params.value_dim);
+  }
   for (int r = 0; r < rows.count; ++r) {
-    const T* query = at<const T>(params.q, b, rows.head[r], rows.query[r]);
+    const T* query =
+        at<const T>(params.q, sequence.q_batch, rows.head[r], sequence.q_first + rows.query[r]);
     float* target = scratch.q + r * plan.padded_head_dim;
     for (int64_t d = 0; d < params.head_dim; d += kWidth) {
       store(target + d, load_upto(query + d, params.head_dim - d) * params.scale);
     }
   }
-  if (plan.direct) {
-    Direct<T> keys{params, plan, k, v};
+  if (total_rows <= kDirectRows) {
+    Direct<T> keys{params, plan, source};
     process_tiles(params, plan, scratch, keys, rows);
   } else {
-    Packed<T> keys{params, plan, k, v, memory + plan.k, memory + plan.v};
+    Packed<T> keys{params, plan, source, memory + plan.k, memory + plan.v, memory + plan.gathered};
     process_tiles(params, plan, scratch, keys, rows);
   }
-  finish_rows<T>(params, plan, b, kv_head, rows, scratch.o);
+  finish_rows<T>(params, plan, kv_head, rows, scratch.o);
 }
 
 void run_task(const Params& params, const Plan& plan, int64_t task, float* scratch) {

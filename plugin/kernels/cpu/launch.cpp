@@ -16,18 +16,23 @@ namespace {
 
 using RunTask = void (*)(const Params&, const Plan&, int64_t, float*);
 
-RunTask best_run_task() {
+struct Functions {
+  RunTask run_task;
+  Rotate rotate;
+};
+
+Functions best_functions() {
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-    return avx512::run_task;
+    return {avx512::run_task, avx512::rotate};
   }
   // F16C, which Clang cannot ask for, came before AVX2.
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-    return avx2::run_task;
+    return {avx2::run_task, avx2::rotate};
   }
 #endif
-  return generic::run_task;
+  return {generic::run_task, generic::rotate};
 }
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -44,7 +49,6 @@ Plan make_plan(const Params& params) {
   Plan plan{};
   plan.group = params.q_heads / params.kv_heads;
   plan.total_rows = plan.group * params.q_length;
-  plan.direct = plan.total_rows <= kDirectRows;
   plan.padded_head_dim = pad(params.head_dim);
   plan.padded_value_dim = pad(params.value_dim);
 
@@ -69,7 +73,9 @@ Plan make_plan(const Params& params) {
   plan.v = plan.k + kKeyTile * plan.padded_head_dim;
   plan.scores = plan.v + kKeyTile * plan.padded_value_dim;
   plan.biases = plan.scores + kBlockRows * kKeyTile;
-  plan.scratch = plan.biases + kKeyTile;
+  plan.gathered = plan.biases + kKeyTile;
+  const bool paged = params.block_table.dtype != FLASHONNX_NONE;
+  plan.scratch = plan.gathered + (paged ? kKeyTile * dims : 0);
   return plan;
 }
 
@@ -106,22 +112,38 @@ void work_on_threads(Job& job, int64_t workers) {
   for (std::thread& helper : helpers) helper.join();
 }
 
+// The problem with bounds that are as tight as the lengths allow, which the CPU may look at.
+Params tighten(const Params& given) {
+  Params params = given;
+  if (given.cu_seqlens_q.dtype != FLASHONNX_NONE) {
+    const int32_t* begin = static_cast<const int32_t*>(given.cu_seqlens_q.data);
+    params.q_length = 0;
+    for (int64_t b = 0; b < given.batch; ++b)
+      params.q_length = std::max<int64_t>(params.q_length, begin[b + 1] - begin[b]);
+    params.q_length = std::min(params.q_length, given.q_length);
+  }
+  return params;
+}
+
 // Starting a thread costs about as much as this many multiplications.
 constexpr double kProductsPerThread = 1e6;
 
 }  // namespace
 
+Rotate best_rotate() { return best_functions().rotate; }
+
 int64_t workspace(const Params& params) {
   return worker_count(params) * make_plan(params).scratch * static_cast<int64_t>(sizeof(float));
 }
 
-flashonnx_status launch(const Params& params, void* workspace, void*) {
+flashonnx_status launch(const Params& given, void* workspace, void*) {
   if (workspace == nullptr) {
     return make_status(FLASHONNX_INVALID_ARGUMENT,
                        "the CPU kernel is expected to be given a workspace, got null");
   }
+  const Params params = tighten(given);
   const Plan plan = make_plan(params);
-  Job job{params, plan, best_run_task(), static_cast<float*>(workspace)};
+  Job job{params, plan, best_functions().run_task, static_cast<float*>(workspace)};
   int64_t workers = std::min(worker_count(params), plan.tasks);
   if (params.parallel_for != nullptr) {
     params.parallel_for(params.parallel_context, workers, work, &job);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "gemm.h"
+#include "source.h"
 #include "task.h"
 
 namespace flashonnx::cpu::FLASHONNX_CPU_ISA {
@@ -59,18 +60,36 @@ template <typename T>
 struct Packed {
   const flashonnx_attention_params& params;
   const Plan& plan;
-  const T* keys;  // of this batch and key head
-  const T* values;
+  const Source<T>& source;
   float* k;
   float* v;
+  float* gathered;  // rows of a tile that spans pages, of type T
+  Absent absent{};
 
   // Makes keys [begin, end) of the tile at `first` current. Answers whether their values are
   // finite.
   bool load_tile(int64_t first, int begin, int end) {
-    pack_keys(keys + first * params.k.stride[2], params.k.stride[2], params.head_dim, begin, end,
-              k);
-    return pack_values(values + first * params.v.stride[2], params.v.stride[2], params.value_dim,
-                       begin, end, v);
+    T* keys = reinterpret_cast<T*>(gathered);
+    T* values = keys + kKeyTile * params.head_dim;
+    absent.clear();
+    bool finite = true;
+    source.visit_runs(first, begin, end, [&](int n, int count, const T* key, const T* value) {
+      if (key != nullptr && n == begin && n + count == end) {
+        finite = pack(key, params.k.stride[2], value, params.v.stride[2], begin, end);
+        return;
+      }
+      if (key == nullptr) absent.add(n, count);
+      for (int i = n; i < n + count; ++i) {
+        copy_row(key ? key + (i - n) * params.k.stride[2] : nullptr, params.head_dim,
+                 keys + i * params.head_dim);
+        copy_row(key ? value + (i - n) * params.v.stride[2] : nullptr, params.value_dim,
+                 values + i * params.value_dim);
+      }
+      if (n + count < end) return;
+      finite = pack(keys + begin * params.head_dim, params.head_dim,
+                    values + begin * params.value_dim, params.value_dim, begin, end);
+    });
+    return finite;
   }
 
   // scores = Q K^T, panel by panel so that one stays in the L1 cache for all rows.
@@ -107,6 +126,23 @@ struct Packed {
         }
         store(target, sum);
       }
+    }
+  }
+
+ private:
+  // From rows at `begin` on.
+  bool pack(const T* keys, int64_t key_stride, const T* values, int64_t value_stride, int begin,
+            int end) {
+    pack_keys(keys - begin * key_stride, key_stride, params.head_dim, begin, end, k);
+    return pack_values(values - begin * value_stride, value_stride, params.value_dim, begin, end,
+                       v);
+  }
+
+  static void copy_row(const T* row, int64_t dim, T* target) {
+    if (row == nullptr) {
+      __builtin_memset(target, 0, dim * sizeof(T));
+    } else {
+      __builtin_memcpy(target, row, dim * sizeof(T));
     }
   }
 };

@@ -11,7 +11,16 @@ using Params = flashonnx_attention_params;
 // Blocks are padded to whole vectors of rows.
 constexpr int kPaddedBlockRows = (kBlockRows + kWidth - 1) / kWidth * kWidth;
 
+// A batch entry's queries and keys: rows of the batch's tensors, or of packed tokens.
+struct Sequence {
+  int64_t q_batch, q_first;  // its first query
+  int64_t queries;           // of which rows beyond params.q_length are left out
+  int64_t k_batch, k_first;
+  int64_t keys;
+};
+
 struct Rows {
+  Sequence sequence;
   int count;
   bool same_keys;  // begin and end are those of all rows
   bool same_mask;
@@ -50,13 +59,30 @@ inline int64_t key_length(const Params& params, int64_t b) {
   return clamp(length, 0, params.kv_length);
 }
 
+inline Sequence sequence_of(const Params& params, int64_t b) {
+  Sequence sequence{b, 0, params.q_length, b, 0, key_length(params, b)};
+  if (params.cu_seqlens_q.dtype != FLASHONNX_NONE) {
+    const int32_t* begin = static_cast<const int32_t*>(params.cu_seqlens_q.data) + b;
+    sequence.q_batch = 0;
+    sequence.q_first = begin[0];
+    sequence.queries = begin[1] - begin[0];
+  }
+  if (params.cu_seqlens_k.dtype != FLASHONNX_NONE) {
+    const int32_t* begin = static_cast<const int32_t*>(params.cu_seqlens_k.data) + b;
+    sequence.k_batch = 0;
+    sequence.k_first = begin[0];
+    sequence.keys = clamp(begin[1] - begin[0], 0, params.kv_length);
+  }
+  return sequence;
+}
+
 inline void set_up_rows(const Params& params, const Plan& plan, int64_t b, int64_t kv_head,
-                        int64_t first, Rows& rows) {
+                        int64_t first, int64_t total_rows, Rows& rows) {
   const flashonnx_tensor& mask = params.mask;
   const bool masked = mask.dtype != FLASHONNX_NONE;
-  const int64_t length = key_length(params, b);
+  const int64_t length = rows.sequence.keys;
   const int64_t offset =
-      params.causal_offset + (params.offset_from_lengths ? length - params.q_length : 0);
+      params.causal_offset + (params.offset_from_lengths ? length - rows.sequence.queries : 0);
   const int64_t limit = masked && params.mask_keys < length ? params.mask_keys : length;
   for (int r = 0; r < plan.rows + kPad; ++r) {
     rows.maximum[r] = -kInfinity;
@@ -64,7 +90,7 @@ inline void set_up_rows(const Params& params, const Plan& plan, int64_t b, int64
   }
   int64_t query = first / plan.group;
   int64_t member = first % plan.group;  // of the group of heads
-  rows.count = static_cast<int>(clamp(plan.total_rows - first, 0, plan.rows));
+  rows.count = static_cast<int>(clamp(total_rows - first, 0, plan.rows));
   rows.same_keys = !params.is_causal && params.window_left < 0 && params.window_right < 0;
   rows.same_mask = masked;
   for (bool& started : rows.started) started = false;
@@ -110,9 +136,10 @@ void store_row(const float* source, float factor, int64_t count, T* target) {
   if (d < count) store_part(target + d, load(source + d) * factor, static_cast<int>(count - d));
 }
 
-inline void store_output(const Params& params, int64_t b, int64_t h, int64_t i, const float* source,
+inline void store_output(const Params& params, const Rows& rows, int r, const float* source,
                          float factor) {
-  const int64_t count = params.value_dim;
+  const int64_t count = params.value_dim, b = rows.sequence.q_batch, h = rows.head[r];
+  const int64_t i = rows.sequence.q_first + rows.query[r];
   switch (params.o.dtype) {
     case FLASHONNX_FLOAT16:
       return store_row(source, factor, count, at<Half>(params.o, b, h, i));
@@ -123,13 +150,14 @@ inline void store_output(const Params& params, int64_t b, int64_t h, int64_t i, 
   }
 }
 
-// The mean of V over the batch entry's keys, for rows that see none; 0 where there are no keys.
+// The mean of V over the batch entry's keys, for rows that see none; 0 where there are no keys. Not
+// of pages: they are never asked for it.
 template <typename T>
-void mean_value(const Params& params, int64_t b, int64_t kv_head, float* mean) {
-  const int64_t length = key_length(params, b);
+void mean_value(const Params& params, const Sequence& sequence, int64_t kv_head, float* mean) {
+  const int64_t length = sequence.keys;
   double sum[kMaxHeadDim + kPad] = {};
   for (int64_t n = 0; n < length; ++n) {
-    const T* value = at<const T>(params.v, b, kv_head, n);
+    const T* value = at<const T>(params.v, sequence.k_batch, kv_head, sequence.k_first + n);
     for (int64_t d = 0; d < params.value_dim; d += kWidth) {
       const Vec x = load_upto(value + d, params.value_dim - d);
       for (int i = 0; i < kWidth; ++i) sum[d + i] += x[i];
@@ -143,8 +171,8 @@ void mean_value(const Params& params, int64_t b, int64_t kv_head, float* mean) {
 // Writes the rows' outputs. `o` holds their weighted sums, and anything at all for a row that saw
 // no key.
 template <typename T>
-void finish_rows(const Params& params, const Plan& plan, int64_t b, int64_t kv_head,
-                 const Rows& rows, float* o) {
+void finish_rows(const Params& params, const Plan& plan, int64_t kv_head, const Rows& rows,
+                 float* o) {
   const bool sinks = params.sinks.dtype != FLASHONNX_NONE;
   const bool use_mean = params.empty_row == FLASHONNX_EMPTY_ROW_MEAN && !sinks;
   const float* empty_output = nullptr;
@@ -154,16 +182,16 @@ void finish_rows(const Params& params, const Plan& plan, int64_t b, int64_t kv_h
     const float sum = rows.sum[r];
     float* row = o + r * plan.padded_value_dim;
     if (params.lse.dtype != FLASHONNX_NONE) {
-      *at<float>(params.lse, b, h, rows.query[r]) =
+      *at<float>(params.lse, rows.sequence.q_batch, h, rows.sequence.q_first + rows.query[r]) =
           sum == 0 ? -kInfinity : maximum + __builtin_logf(sum);
     }
     if (sum == 0) {
       if (empty_output == nullptr) {
         empty_output = row;
         __builtin_memset(row, 0, plan.padded_value_dim * sizeof(float));
-        if (use_mean) mean_value<T>(params, b, kv_head, row);
+        if (use_mean) mean_value<T>(params, rows.sequence, kv_head, row);
       }
-      store_output(params, b, h, rows.query[r], empty_output, 1.0f);
+      store_output(params, rows, r, empty_output, 1.0f);
       continue;
     }
     float factor = 1.0f / sum;
@@ -173,7 +201,7 @@ void finish_rows(const Params& params, const Plan& plan, int64_t b, int64_t kv_h
       const float weight = __builtin_expf(maximum - top);
       factor = weight / (sum * weight + __builtin_expf(sink - top));
     }
-    store_output(params, b, h, rows.query[r], row, factor);
+    store_output(params, rows, r, row, factor);
   }
 }
 

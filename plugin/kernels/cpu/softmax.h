@@ -3,6 +3,7 @@
 #pragma once
 
 #include "simd.h"
+#include "source.h"
 
 namespace flashonnx::cpu::FLASHONNX_CPU_ISA {
 
@@ -41,6 +42,12 @@ inline bool mask_outside(float* scores, int begin, int end, int64_t from, int64_
   for (int n = begin; n < padded_end && n < from; ++n) scores[n] = -kInfinity;
   for (int n = to < begin ? begin : static_cast<int>(to); n < padded_end; ++n)
     scores[n] = -kInfinity;
+  return true;
+}
+
+// Masks columns that have no page. Answers true.
+inline bool mask_absent(float* scores, int begin, int end, const Absent& absent) {
+  for (int n = begin; n < end; ++n) scores[n] = absent.column[n] ? -kInfinity : scores[n];
   return true;
 }
 

@@ -2,6 +2,7 @@
 # Paths are relative to plugin/; the flags below belong to the instruction-set files alone.
 set(FLASHONNX_CPU_SOURCES
   kernels/cpu/launch.cpp
+  kernels/cpu/prepare.cpp
   kernels/cpu/kernel_generic.cpp)
 
 # Products and sums contract to FMA wherever the target has it; nothing else of fast-math is allowed:

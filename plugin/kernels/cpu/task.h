@@ -17,7 +17,7 @@ constexpr int kMaxRows = 240;
 constexpr int kMinRows = 48;
 // Rows whose scores are alive at a time: 24 x 128 floats, a third of the L1 cache.
 constexpr int kBlockRows = 24;
-// Up to so many rows a task does not pack keys at all.
+// With so few rows of a key head, a task does not pack keys at all.
 constexpr int kDirectRows = 4;
 // The widest panel of any instruction set. Head dimensions are padded to it in scratch.
 constexpr int kPad = 32;
@@ -28,28 +28,43 @@ constexpr int kMaxHeadDim = 512;
 // share packed keys and a causal tile spans few queries.
 struct Plan {
   int64_t group;       // G = Hq / Hkv
-  int64_t total_rows;  // G * Sq
+  int64_t total_rows;  // G * Sq; of a ragged batch: of the longest
   int64_t rows;
   int64_t row_tiles;
   int64_t tasks;
-  bool direct;  // so few rows that packing does not pay
   int64_t padded_head_dim;
   int64_t padded_value_dim;
   // Scratch of a worker, in floats: offsets of the parts and the whole.
-  int64_t q, o, k, v, scores, biases, scratch;
+  int64_t q, o, k, v, scores, biases, gathered, scratch;
 };
 
+// One row's leading features, rotated in float32; the others are copied.
+struct Rotation {
+  const void* source;
+  void* target;
+  const void* cos;  // rotary_dim / 2 each
+  const void* sin;
+  int32_t dtype, table_dtype;  // of the row, and of cos and sin
+  bool interleaved;
+  int64_t head_dim, rotary_dim;
+};
+using Rotate = void (*)(const Rotation&);
+Rotate best_rotate();
+
 namespace generic {
+void rotate(const Rotation& job);
 void run_task(const flashonnx_attention_params& params, const Plan& plan, int64_t task,
               float* scratch);
-}
+}  // namespace generic
 namespace avx2 {
+void rotate(const Rotation& job);
 void run_task(const flashonnx_attention_params& params, const Plan& plan, int64_t task,
               float* scratch);
-}
+}  // namespace avx2
 namespace avx512 {
+void rotate(const Rotation& job);
 void run_task(const flashonnx_attention_params& params, const Plan& plan, int64_t task,
               float* scratch);
-}
+}  // namespace avx512
 
 }  // namespace flashonnx::cpu

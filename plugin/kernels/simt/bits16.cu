@@ -3,7 +3,7 @@
 namespace flashonnx::simt {
 
 flashonnx_status launch_16bit(const Problem& problem, int64_t shared_limit, cudaStream_t stream) {
-  return launch_type<uint16_t>(problem, shared_limit, stream);
+  return launch_type<uint16_t, false>(problem, shared_limit, stream);
 }
 
 }  // namespace flashonnx::simt

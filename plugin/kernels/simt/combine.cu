@@ -8,6 +8,7 @@
 
 #include "flashonnx/attention.h"
 #include "kernels/common/cuda.h"
+#include "kernels/common/gather.cuh"
 #include "kernels/simt/device.cuh"
 #include "kernels/simt/launch.h"
 
@@ -23,6 +24,7 @@ struct Combine {
   int64_t o_split, maximum_split;
   int32_t splits;  // at most 32: one a lane
   int32_t value_dtype;
+  int64_t rows;  // of a head: queries, or all tokens of a ragged batch
 };
 
 template <class T>
@@ -60,14 +62,23 @@ __device__ __forceinline__ float reduce_warp(float x, Op op) {
   return x;
 }
 
+// Whether a token of a ragged batch has an output. All threads of a warp call this.
+__device__ __forceinline__ bool has_sequence(const Problem& p, int token) {
+  const int32_t* first = p.ragged.queries;
+  const int32_t sequence =
+      find_last(p.ragged.sequences, token, [&](int32_t i) { return first[i]; });
+  const int32_t query = token - first[sequence];
+  return query >= 0 && query < at_most(first[sequence + 1] - first[sequence], p.q_length);
+}
+
 __global__ void __launch_bounds__(32 * kWarps) combine_kernel(const __grid_constant__ Combine c) {
   const Problem& p = c.problem;
   const int lane = threadIdx.x % 32;
   const int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
-  if (row >= p.batch_heads * p.q_length) return;
-  const int64_t batch_head = row / p.q_length;
-  const int query = static_cast<int>(row % p.q_length),
-            head = static_cast<int>(batch_head % p.q_heads);
+  if (row >= p.batch_heads * c.rows) return;
+  const int64_t batch_head = row / c.rows;
+  const int query = static_cast<int>(row % c.rows), head = static_cast<int>(batch_head % p.q_heads);
+  if (p.ragged.queries && !has_sequence(p, query)) return;
   const Place place = {static_cast<int>(batch_head / p.q_heads), head, head / p.group, query, 0};
 
   const int64_t at = lane * c.maximum_split + place.batch * c.partial_maximum.batch +
@@ -110,9 +121,11 @@ __global__ void __launch_bounds__(32 * kWarps) combine_kernel(const __grid_const
 
 flashonnx_status launch_combine(const Problem& problem, const Problem& partial, int32_t value_dtype,
                                 cudaStream_t stream) {
-  const Combine combine = {problem,         partial.o,         partial.lse,    partial.sums,
-                           partial.o_split, partial.lse_split, partial.splits, value_dtype};
-  const int64_t blocks = (problem.batch_heads * problem.q_length + kWarps - 1) / kWarps;
+  const int64_t rows = problem.ragged.queries ? problem.ragged.tokens : problem.q_length;
+  const Combine combine = {problem,        partial.o,       partial.lse,
+                           partial.sums,   partial.o_split, partial.lse_split,
+                           partial.splits, value_dtype,     rows};
+  const int64_t blocks = (problem.batch_heads * rows + kWarps - 1) / kWarps;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(32 * kWarps);

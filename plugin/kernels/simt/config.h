@@ -9,11 +9,7 @@
 
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define FLASHONNX_HOST_DEVICE __host__ __device__
-#else
-#define FLASHONNX_HOST_DEVICE
-#endif
+#include "kernels/common/inline.h"
 
 namespace flashonnx::simt {
 

@@ -59,7 +59,7 @@ __device__ __forceinline__ void mean_of_values(const Problem& p, const Place& pl
 
 template <class Out, class C>
 __device__ __forceinline__ void store_rows(const Problem& p, const Place& place,
-                                           const Lane<C>& lane, int last_query,
+                                           const Lane<C>& lane, int token, int last_query,
                                            const RowState<C>& state) {
   struct alignas(4 * sizeof(Out)) Four {
     Out at[4];
@@ -73,7 +73,7 @@ __device__ __forceinline__ void store_rows(const Problem& p, const Place& place,
 #pragma unroll
     for (int c = 0; c < C::kThreadColumns; c += 4) {
       const int feature = lane.feature(c / 4), valid = p.value_dim - feature;
-      Out* const to = base + query * p.o.row + feature;
+      Out* const to = base + (token + query) * p.o.row + feature;
       Four four;
 #pragma unroll
       for (int e = 0; e < 4; ++e) four.at[e] = from_float<Out>(state.output[i][c + e]);
@@ -90,11 +90,11 @@ __device__ __forceinline__ void store_rows(const Problem& p, const Place& place,
 }
 
 // Divides, and writes the tile's outputs. `scratch`: 2 chunks of shared memory that no copy is on
-// its way to. state.sum is complete.
-template <class T, class C>
+// its way to. state.sum is complete. `token`: the row of the sequence's first query.
+template <class T, class C, bool kGathered>
 __device__ __forceinline__ void finish_rows(const Problem& p, const Place& place,
-                                            const Lane<C>& lane, int last_query, float* scratch,
-                                            RowState<C>& state) {
+                                            const Lane<C>& lane, int token, int last_query,
+                                            float* scratch, RowState<C>& state) {
   const float sink = p.sinks ? p.sinks[place.head * p.sinks_stride] : -INFINITY;
   float* const lse = static_cast<float*>(p.lse.data);
 #pragma unroll
@@ -103,7 +103,7 @@ __device__ __forceinline__ void finish_rows(const Problem& p, const Place& place
     const float sum = state.sum[i], maximum = state.maximum[i];
     if (lse && query <= last_query && lane.warp_column == 0 && lane.column == 0) {
       const int64_t at = place.split * p.lse_split + place.batch * p.lse.batch +
-                         place.head * p.lse.head + query * p.lse.row;
+                         place.head * p.lse.head + (token + query) * p.lse.row;
       if (p.sums) {
         lse[at] = maximum, p.sums[at] = sum;
       } else {
@@ -120,16 +120,16 @@ __device__ __forceinline__ void finish_rows(const Problem& p, const Place& place
     for (int c = 0; c < C::kThreadColumns; ++c)
       state.output[i][c] = sum == 0.f ? 0.f : state.output[i][c] * factor;
   }
-  if (p.empty_row_mean && !p.sinks)
+  if (!kGathered && p.empty_row_mean && !p.sinks)
     mean_of_values<T, C>(p, place, lane, last_query, scratch, state);
 
   switch (p.output_dtype) {
     case FLASHONNX_FLOAT32:
-      return store_rows<float>(p, place, lane, last_query, state);
+      return store_rows<float>(p, place, lane, token, last_query, state);
     case FLASHONNX_FLOAT16:
-      return store_rows<__half>(p, place, lane, last_query, state);
+      return store_rows<__half>(p, place, lane, token, last_query, state);
     case FLASHONNX_BFLOAT16:
-      return store_rows<__nv_bfloat16>(p, place, lane, last_query, state);
+      return store_rows<__nv_bfloat16>(p, place, lane, token, last_query, state);
   }
 }
 

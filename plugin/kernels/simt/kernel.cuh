@@ -11,6 +11,7 @@
 // Every sum is in a fixed order: same input, same output.
 #pragma once
 
+#include "kernels/common/gather.cuh"
 #include "kernels/simt/epilogue.cuh"
 #include "kernels/simt/load.cuh"
 #include "kernels/simt/mask.cuh"
@@ -19,12 +20,22 @@
 
 namespace flashonnx::simt {
 
-template <class T, class C>
+// kGathered: there is a ragged batch, or there are pages.
+template <class T, class C, bool kGathered>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     attention_kernel(const __grid_constant__ Problem p) {
   const int64_t block = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
   if (block >= p.blocks) return;
-  const Place place = place_of(p, block, C::kBlockRows);
+  Place place = place_of(p, block, C::kBlockRows);
+  if (kGathered && p.ragged.queries) {  // it counts tiles of all sequences
+    const Tile tile = find_tile(p.ragged, place.first_query / C::kBlockRows, C::kBlockRows);
+    place.batch = tile.sequence, place.first_query = tile.first_query;
+  }
+  const Sequence sequence =
+      kGathered ? sequence_of(p, place.batch)
+                : Sequence{0, 0, p.q_length, key_length_of(p, place.batch), p.q_length};
+  if (kGathered && (place.first_query < 0 || place.first_query >= sequence.queries)) return;
+  const bool paged = kGathered && p.pages.table;
   const Lane<C> lane(threadIdx.x);
 
   float* const queries = shared_memory();
@@ -32,8 +43,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   float* const probabilities = slots + 2 * C::kChunk;
   float* const statistics = probabilities + C::kBlockRows * C::kBlockKeys;
 
-  const KeyRange range = key_range(p, key_length_of(p, place.batch));
-  const int last_query = min(place.first_query + C::kBlockRows, p.q_length) - 1;
+  const KeyRange range = key_range(p, sequence.length, sequence.keys);
+  const int last_query = min(place.first_query + C::kBlockRows, sequence.queries) - 1;
   const KeySpan span =
       key_span(range, place.first_query, last_query, place.split, p.splits, C::kBlockKeys);
   const int first_key = span.first, end_key = span.end;
@@ -42,26 +53,39 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   // Decoding: a lane's first query is its only one.
   const bool few = last_query - place.first_query < C::kLaneRows;
 
-  const T* const k =
-      static_cast<const T*>(p.k.data) + place.batch * p.k.batch + place.kv_head * p.k.head;
-  const T* const v =
-      static_cast<const T*>(p.v.data) + place.batch * p.v.batch + place.kv_head * p.v.head;
+  const T* const k = static_cast<const T*>(p.k.data) + place.batch * p.k.batch +
+                     place.kv_head * p.k.head + sequence.first_key * p.k.row;
+  const T* const v = static_cast<const T*>(p.v.data) + place.batch * p.v.batch +
+                     place.kv_head * p.v.head + sequence.first_key * p.v.row;
   ChunkLoader<T, C> loader(Widen{p.bfloat16});
   int step = 0;  // its parity tells the slot
   const auto begin_keys = [&](int key, int chunk) {
     const int feature = chunk * C::kKeyFeatures;
+    if (paged) {
+      loader.template begin<KeyChunk<C>>(
+          PagedRows<T>{k + feature, p.pages, place.batch, p.pages.k, p.k.row, key}, end_key - key,
+          p.head_dim - feature, p.k_vectors, slots + (step & 1) * C::kChunk);
+      return;
+    }
     loader.template begin<KeyChunk<C>>(k + key * p.k.row + feature, p.k.row, end_key - key,
                                        p.head_dim - feature, p.k_vectors,
                                        slots + (step & 1) * C::kChunk);
   };
   const auto begin_values = [&](int key) {
+    if (paged) {
+      loader.template begin<ValueChunk<C>>(
+          PagedRows<T>{v, p.pages, place.batch, p.pages.v, p.v.row, key}, end_key - key,
+          p.value_dim, p.v_vectors, slots + (step & 1) * C::kChunk);
+      return;
+    }
     loader.template begin<ValueChunk<C>>(v + key * p.v.row, p.v.row, end_key - key, p.value_dim,
                                          p.v_vectors, slots + (step & 1) * C::kChunk);
   };
 
   if (first_key < end_key) begin_keys(first_key, 0);
   load_queries<T, C>(static_cast<const T*>(p.q.data) + place.batch * p.q.batch +
-                         place.head * p.q.head + place.first_query * p.q.row,
+                         place.head * p.q.head +
+                         (sequence.first_query + place.first_query) * p.q.row,
                      p.q.row, last_query + 1 - place.first_query, p.head_dim, p.scale, p.q_vectors,
                      Widen{p.bfloat16}, queries);
 
@@ -74,8 +98,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     const bool bounded =
         range.lower(warp_last) > tile || range.upper(warp_first) < tile + C::kBlockKeys;
     // Whether some query of the block does not see some key of the tile.
-    const bool masked =
-        p.mask.data || range.lower(last_query) > tile || range.upper(place.first_query) < tile_end;
+    const bool masked = p.mask.data || paged || range.lower(last_query) > tile ||
+                        range.upper(place.first_query) < tile_end;
 
     float scores[C::kThreadRows][C::kThreadKeys] = {};
     for (int chunk = 0; chunk < key_chunks; ++chunk) {
@@ -99,6 +123,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
                    probabilities, scores);
     }
     if (active && bounded) apply_bounds(range, lane, place.first_query, tile, scores);
+    if (active && paged) mask_absent(p.pages, lane, place.batch, tile, range.limit, scores);
     softmax(lane, active, masked, statistics, scores, state);
     if (active) store_scores(lane, scores, probabilities);
 
@@ -123,7 +148,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   }
 
   reduce_sums(lane, statistics, state);
-  finish_rows<T, C>(p, place, lane, last_query, slots, state);
+  finish_rows<T, C, kGathered>(p, place, lane, sequence.first_query, last_query, slots, state);
 }
 
 }  // namespace flashonnx::simt

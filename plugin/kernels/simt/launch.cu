@@ -52,8 +52,13 @@ Problem problem_of(const Params& params) {
     p.sinks = static_cast<const float*>(params.sinks.data);
     p.sinks_stride = params.sinks.stride[0];
   }
+  p.ragged = ragged_of(params);
+  p.pages = pages_of(params);
+  if (p.ragged.queries) p.q.batch = p.o.batch = p.lse.batch = 0;
+  if (p.ragged.keys || p.pages.table) p.k.batch = p.v.batch = 0;
+  const Rows queries = query_rows(params), keys = key_rows(params);
   p.splits = 1;
-  p.batch_heads = params.batch * params.q_heads;
+  p.batch_heads = queries.batch * params.q_heads;
   p.q_heads = static_cast<int32_t>(params.q_heads);
   p.group = static_cast<int32_t>(params.q_heads / params.kv_heads);
   p.q_length = static_cast<int32_t>(params.q_length);
@@ -61,7 +66,7 @@ Problem problem_of(const Params& params) {
   p.head_dim = static_cast<int32_t>(params.head_dim);
   p.value_dim = static_cast<int32_t>(params.value_dim);
   p.offset = params.causal_offset;
-  p.offset_from_lengths = params.offset_from_lengths && p.key_lengths;
+  p.offset_from_lengths = params.offset_from_lengths;
   p.left = params.window_left;
   p.right = params.is_causal ? 0 : params.window_right;
   p.tiles_outermost = p.left >= 0 || p.right >= 0;
@@ -69,12 +74,11 @@ Problem problem_of(const Params& params) {
   p.scale = params.scale;
   p.softcap = params.softcap;
   p.q_vectors =
-      rows_aligned(params.q, params.batch, params.q_heads, params.q_length, params.head_dim, 16);
-  p.k_vectors =
-      rows_aligned(params.k, params.batch, params.kv_heads, params.kv_length, params.head_dim, 16);
+      rows_aligned(params.q, queries.batch, params.q_heads, queries.rows, params.head_dim, 16);
+  p.k_vectors = rows_aligned(params.k, keys.batch, params.kv_heads, keys.rows, params.head_dim, 16);
   p.v_vectors =
-      rows_aligned(params.v, params.batch, params.kv_heads, params.kv_length, params.value_dim, 16);
-  p.o_vectors = rows_aligned(params.o, params.batch, params.q_heads, params.q_length,
+      rows_aligned(params.v, keys.batch, params.kv_heads, keys.rows, params.value_dim, 16);
+  p.o_vectors = rows_aligned(params.o, queries.batch, params.q_heads, queries.rows,
                              params.value_dim, 4 * element_size(params.o.dtype));
   return p;
 }
@@ -105,8 +109,10 @@ int64_t splits_of(const Params& params) {
   const int64_t dim = std::max(params.head_dim, params.value_dim);
   for (const Tile& tile : tiles_of(params.device.sm_count)) {
     if (dim > tile.dim) continue;
-    const int64_t blocks =
-        (params.q_length + tile.rows - 1) / tile.rows * params.batch * params.q_heads;
+    const int64_t tiles = params.cu_seqlens_q.dtype == FLASHONNX_NONE
+                              ? (params.q_length + tile.rows - 1) / tile.rows * params.batch
+                              : params.q_tokens / tile.rows + params.batch;  // see find_tile
+    const int64_t blocks = tiles * params.q_heads;
     return std::max<int64_t>(
         1, std::min({tile.slots / blocks, params.kv_length / kSplitKeys, kMaxSplits}));
   }
@@ -114,15 +120,17 @@ int64_t splits_of(const Params& params) {
 }
 
 // The same problem with partial outputs in the workspace, which are dense: (splits, B, Hq, Sq, Dv),
-// and twice (splits, B, Hq, Sq). Maxima and sums stay apart: beside a maximum of finfo.min a sum's
-// logarithm would be lost.
+// and twice (splits, B, Hq, Sq); of a ragged batch without the B, and with all tokens as Sq. Maxima
+// and sums stay apart: beside a maximum of finfo.min a sum's logarithm would be lost.
 Problem split_problem(const Problem& whole, int64_t splits, float* workspace) {
   Problem p = whole;
-  const int64_t rows = p.q_length, heads = p.q_heads, dim = p.value_dim, all = p.batch_heads * rows;
+  const bool ragged = p.ragged.queries != nullptr;
+  const int64_t rows = ragged ? p.ragged.tokens : p.q_length;
+  const int64_t heads = p.q_heads, dim = p.value_dim, all = p.batch_heads * rows;
   p.splits = static_cast<int32_t>(splits);
-  p.o = {workspace, heads * rows * dim, rows * dim, dim};
+  p.o = {workspace, ragged ? 0 : heads * rows * dim, rows * dim, dim};
   p.o_split = all * dim;
-  p.lse = {workspace + splits * p.o_split, heads * rows, rows, 1};
+  p.lse = {workspace + splits * p.o_split, ragged ? 0 : heads * rows, rows, 1};
   p.lse_split = all;
   p.sums = static_cast<float*>(p.lse.data) + splits * all;
   p.output_dtype = FLASHONNX_FLOAT32;
@@ -133,9 +141,11 @@ Problem split_problem(const Problem& whole, int64_t splits, float* workspace) {
 }
 
 flashonnx_status launch_problem(const Params& params, const Problem& problem, cudaStream_t stream) {
-  const int64_t shared_limit = params.device.shared_memory;
-  if (params.q.dtype == FLASHONNX_FLOAT32) return launch_float32(problem, shared_limit, stream);
-  return launch_16bit(problem, shared_limit, stream);
+  const bool gathered = problem.ragged.queries || problem.pages.table;
+  const auto launch = params.q.dtype == FLASHONNX_FLOAT32
+                          ? (gathered ? launch_gathered_float32 : launch_float32)
+                          : (gathered ? launch_gathered_16bit : launch_16bit);
+  return launch(problem, params.device.shared_memory, stream);
 }
 
 }  // namespace
@@ -149,7 +159,8 @@ int64_t workspace(const Params& params) {
   int64_t slot_rows = 0;
   for (const Tile& tile : tiles_of(params.device.sm_count))
     slot_rows = std::max(slot_rows, tile.slots * tile.rows);
-  const int64_t rows = params.batch * params.q_heads * params.q_length;
+  const Rows queries = query_rows(params);
+  const int64_t rows = queries.batch * queries.rows * params.q_heads;
   return std::min(slot_rows, most_splits * rows) * (params.value_dim + 2) * 4;
 }
 
@@ -163,6 +174,10 @@ const char* refusal(const Params& params) {
   if (params.batch >= kMaxCount || params.q_heads >= kMaxCount) {
     return "counts batches and heads up to 2^31";
   }
+  const bool gathered =
+      params.cu_seqlens_q.dtype != FLASHONNX_NONE || params.block_table.dtype != FLASHONNX_NONE;
+  if (gathered && params.empty_row == FLASHONNX_EMPTY_ROW_MEAN)
+    return "leaves empty rows 0 in ragged batches and with pages";
   return nullptr;
 }
 

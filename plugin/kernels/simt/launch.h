@@ -13,6 +13,11 @@ namespace flashonnx::simt {
 flashonnx_status launch_float32(const Problem& problem, int64_t shared_limit, cudaStream_t stream);
 // float16 and bfloat16, as Problem::bfloat16 says.
 flashonnx_status launch_16bit(const Problem& problem, int64_t shared_limit, cudaStream_t stream);
+// The same of ragged batches and pages.
+flashonnx_status launch_gathered_float32(const Problem& problem, int64_t shared_limit,
+                                         cudaStream_t stream);
+flashonnx_status launch_gathered_16bit(const Problem& problem, int64_t shared_limit,
+                                       cudaStream_t stream);
 
 // Writes the outputs of `problem`, whose splits' outputs stand in `partial` (its o and lse;
 // float32, features dense).

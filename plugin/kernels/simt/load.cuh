@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "kernels/common/gather.h"
 #include "kernels/simt/config.h"
 #include "kernels/simt/device.cuh"
 
@@ -84,6 +85,21 @@ __device__ __forceinline__ void load_queries(const T* source, int64_t stride, in
   }
 }
 
+// Rows of K or V that stand in pages.
+template <class T>
+struct PagedRows {
+  const T* source;
+  const Pages& pages;
+  int64_t batch, page, row;
+  int32_t first_key;
+
+  // Null where there is no page.
+  __device__ __forceinline__ const T* of(int index) const {
+    const Slot slot = slot_of(pages, batch, first_key + index);
+    return slot.page < 0 ? nullptr : source + slot.page * page + slot.slot * row;
+  }
+};
+
 // Brings chunks in while the block computes on the one before: `begin` a chunk, compute, `finish`
 // it, barrier, use it. float32 goes by asynchronous copies; 16-bit vectors wait in registers,
 // because they are widened on the way. Rows that are not aligned for vectors go element by element;
@@ -124,17 +140,36 @@ class ChunkLoader {
 #pragma unroll 1
     for (int i = 0; i < kPieces; ++i) {
       const int row = first_row + i * kRowStep<Chunk>;
-      const T* from = source + row * stride + column;
-      const int valid = row < rows ? columns - column : 0;
+      load_elements<Chunk>(source + row * stride + column, source, row, column,
+                           row < rows ? columns - column : 0, slot);
+    }
+  }
+
+  // As well, of rows that stand in pages.
+  template <class Chunk>
+  __device__ __forceinline__ void begin(const PagedRows<T>& source, int rows, int columns,
+                                        bool vectors, float* slot) {
+    const int first_row = row_of<Chunk>(), column = column_of<Chunk>();
+    if (vectors) {
 #pragma unroll
-      for (int e = 0; e < kPiece; ++e) {
-        float* to = slot + Chunk::offset(row, column + e / 4 * 4) + e % 4;
+      for (int i = 0; i < kPieces; ++i) {
+        const int row = first_row + i * kRowStep<Chunk>;
+        const T* from = row < rows && column < columns ? source.of(row) : nullptr;
         if constexpr (kAsync) {
-          copy_async4(to, e < valid ? from + e : source, e < valid ? 4 : 0);
+          copy_async16(slot + Chunk::offset(row, column), from ? from + column : source.source,
+                       from ? 16 : 0);
         } else {
-          *to = e < valid ? widen_(from[e]) : 0.f;
+          staged_[i] = from ? *reinterpret_cast<const uint4*>(from + column) : uint4{};
         }
       }
+      return;
+    }
+#pragma unroll 1
+    for (int i = 0; i < kPieces; ++i) {
+      const int row = first_row + i * kRowStep<Chunk>;
+      const T* from = row < rows ? source.of(row) : nullptr;
+      load_elements<Chunk>(from ? from + column : source.source, source.source, row, column,
+                           from ? columns - column : 0, slot);
     }
   }
 
@@ -173,6 +208,21 @@ class ChunkLoader {
   }
 
  private:
+  // The first `valid` of a piece's elements, and zeros. `base` is any address that may be read.
+  template <class Chunk>
+  __device__ __forceinline__ void load_elements(const T* from, const T* base, int row, int column,
+                                                int valid, float* slot) {
+#pragma unroll
+    for (int e = 0; e < kPiece; ++e) {
+      float* to = slot + Chunk::offset(row, column + e / 4 * 4) + e % 4;
+      if constexpr (kAsync) {
+        copy_async4(to, e < valid ? from + e : base, e < valid ? 4 : 0);
+      } else {
+        *to = e < valid ? widen_(from[e]) : 0.f;
+      }
+    }
+  }
+
   template <class Chunk>
   static constexpr int kRowStep = C::kThreads * kPiece / Chunk::kColumns;
   template <class Chunk>

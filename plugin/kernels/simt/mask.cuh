@@ -118,4 +118,18 @@ __device__ __forceinline__ void apply_bounds(const KeyRange& range, const Lane<C
   }
 }
 
+// Keys without a page are masked.
+template <class C>
+__device__ __forceinline__ void mask_absent(const Pages& pages, const Lane<C>& lane, int64_t batch,
+                                            int first_key, int limit,
+                                            float (&scores)[C::kThreadRows][C::kThreadKeys]) {
+#pragma unroll
+  for (int j = 0; j < C::kThreadKeys; ++j) {
+    const int key = first_key + lane.key(j);
+    if (key >= limit || slot_of(pages, batch, key).page >= 0) continue;
+#pragma unroll
+    for (int i = 0; i < C::kThreadRows; ++i) scores[i][j] = -INFINITY;
+  }
+}
+
 }  // namespace flashonnx::simt

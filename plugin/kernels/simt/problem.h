@@ -2,6 +2,7 @@
 // tests call them on the host.
 #pragma once
 
+#include "kernels/common/gather.h"
 #include "kernels/simt/config.h"
 
 namespace flashonnx::simt {
@@ -27,7 +28,7 @@ struct Problem {
   int64_t sinks_stride;
 
   int64_t blocks;       // tiles * batch * q_heads * splits
-  int64_t batch_heads;  // batch * q_heads
+  int64_t batch_heads;  // batch * q_heads; of a ragged batch, whose tokens are in one run: q_heads
   int32_t tiles;        // of queries
   int32_t
       splits;  // blocks that share the keys of a tile of queries; their outputs are partial if > 1
@@ -46,6 +47,9 @@ struct Problem {
 
   float scale, softcap;
   int32_t q_vectors, k_vectors, v_vectors, o_vectors;  // rows are aligned for vector accesses
+
+  Ragged ragged;  // where there is one, the batch strides of what it speaks of are 0
+  Pages pages;
 };
 
 struct Place {  // what a block works on
@@ -54,7 +58,7 @@ struct Place {  // what a block works on
   int32_t split;
 };
 
-FLASHONNX_HOST_DEVICE inline Place place_of(const Problem& problem, int64_t block, int block_rows) {
+FLASHONNX_HOST_DEVICE Place place_of(const Problem& problem, int64_t block, int block_rows) {
   const int32_t split = static_cast<int32_t>(block % problem.splits);
   block /= problem.splits;
   const int64_t tile =
@@ -66,11 +70,11 @@ FLASHONNX_HOST_DEVICE inline Place place_of(const Problem& problem, int64_t bloc
           static_cast<int32_t>(problem.tiles - 1 - tile) * block_rows, split};
 }
 
-FLASHONNX_HOST_DEVICE inline int64_t clamp(int64_t x, int64_t low, int64_t high) {
+FLASHONNX_HOST_DEVICE int64_t clamp(int64_t x, int64_t low, int64_t high) {
   return x < low ? low : x > high ? high : x;
 }
 
-FLASHONNX_HOST_DEVICE inline int32_t key_length_of(const Problem& problem, int64_t batch) {
+FLASHONNX_HOST_DEVICE int32_t key_length_of(const Problem& problem, int64_t batch) {
   if (!problem.key_lengths) return problem.key_length;
   const int64_t at = batch * problem.key_lengths_stride;
   const int64_t length = problem.lengths_64 ? static_cast<const int64_t*>(problem.key_lengths)[at]
@@ -92,12 +96,12 @@ struct KeyRange {
   }
 };
 
-// `length`: the batch entry's number of keys. Clamping the bounds to [-q_length, key_length] keeps
-// their meaning and lets everything below count in 32 bits; the launch has checked that q_length +
-// key_length fits.
-FLASHONNX_HOST_DEVICE inline KeyRange key_range(const Problem& problem, int32_t length) {
+// `length`: the batch entry's number of keys, `queries`: of queries. Clamping the bounds to
+// [-q_length, key_length] keeps their meaning and lets everything below count in 32 bits; the
+// launch has checked that q_length + key_length fits.
+FLASHONNX_HOST_DEVICE KeyRange key_range(const Problem& problem, int32_t queries, int32_t length) {
   const int64_t offset =
-      problem.offset + (problem.offset_from_lengths ? int64_t{length} - problem.q_length : 0);
+      problem.offset + (problem.offset_from_lengths ? int64_t{length} - queries : 0);
   const int64_t first = problem.left < 0 ? -int64_t{problem.q_length} : offset - problem.left;
   const int64_t last = problem.right < 0 ? int64_t{problem.key_length} : offset + problem.right + 1;
   return {static_cast<int32_t>(clamp(first, -int64_t{problem.q_length}, problem.key_length)),
@@ -110,9 +114,9 @@ FLASHONNX_HOST_DEVICE inline KeyRange key_range(const Problem& problem, int32_t 
 struct KeySpan {
   int32_t first, end;
 };
-FLASHONNX_HOST_DEVICE inline KeySpan key_span(const KeyRange& range, int32_t first_query,
-                                              int32_t last_query, int32_t split, int32_t splits,
-                                              int32_t tile_keys) {
+FLASHONNX_HOST_DEVICE KeySpan key_span(const KeyRange& range, int32_t first_query,
+                                       int32_t last_query, int32_t split, int32_t splits,
+                                       int32_t tile_keys) {
   const int32_t first = range.lower(first_query), end = range.upper(last_query);
   if (splits == 1 || end <= first) return {first, end};
   const int32_t tiles = (end - first - 1) / tile_keys + 1;

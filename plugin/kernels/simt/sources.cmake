@@ -4,5 +4,7 @@ set(FLASHONNX_SIMT_SOURCES
   kernels/simt/launch.cu
   kernels/simt/float32.cu
   kernels/simt/bits16.cu
+  kernels/simt/gathered_float32.cu
+  kernels/simt/gathered_bits16.cu
   kernels/simt/combine.cu
   kernels/simt/concat.cu)

@@ -42,14 +42,15 @@ __device__ __forceinline__ void clean_values(uint32_t shared, uint32_t* flags) {
 }
 
 // Adds what `clean_values` took out to the rows that see it. The scores are not yet exponentiated,
-// the maxima are raised. `values` is the tile's first row of V in global memory.
-template <class T, class C>
+// the maxima are raised. `row_of(key)` is the key's row of V in global memory.
+template <class T, class C, class RowOf>
 __device__ __forceinline__ void add_nonfinite(const Lane& lane, const Scores<C>& scores,
-                                              float factor, const uint32_t* flags, const T* values,
-                                              int64_t stride, int dim, RowState<C>& state) {
+                                              float factor, const uint32_t* flags, RowOf row_of,
+                                              int dim, RowState<C>& state) {
 #pragma unroll 1
   for (uint32_t left = *flags; left != 0; left &= left - 1) {
     const int key = __ffs(left) - 1;
+    const T* const row = row_of(key);
     const int source =
         (lane.lane & ~3) | key / C::kRun;  // the thread that has the key's scores of these rows
 #pragma unroll
@@ -68,7 +69,7 @@ __device__ __forceinline__ void add_nonfinite(const Lane& lane, const Scores<C>&
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             const int feature = 8 * d + 2 * lane.quad + e;
-            const float x = feature < dim ? to_float(values[key * stride + feature]) : 0.f;
+            const float x = feature < dim ? to_float(row[feature]) : 0.f;
             const bool add = score != -INFINITY && !(fabsf(x) <= FLT_MAX);
             if (add) state.output[r][d][2 * h + e] += p * x;
           }

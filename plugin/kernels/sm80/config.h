@@ -9,6 +9,13 @@
 
 namespace flashonnx::sm80 {
 
+// What a kernel is compiled for: each has what those before it have.
+enum Instance {
+  kPlain,     // no mask but bounds
+  kGeneral,   // masks and soft cap
+  kGathered,  // ragged batches and pages
+};
+
 template <int kDim_, int kRowTiles_, int kWarps_, int kKeys_, int kBlocks_, int kQuerySteps_ = 0>
 struct Tiling {
   static constexpr int kDim = kDim_;
@@ -36,6 +43,13 @@ struct Tiling {
   static constexpr int kQueryBytes = kQueries * kDim * 2;
   static constexpr int kKeyBytes = kKeys * kDim * 2;
   static constexpr int kSharedBytes = kQueryBytes + 2 * kKeyBytes + 2 * kBiases * 4;
+
+  // Of ragged batches and pages also: careful.cuh's flags, the slot of each key of two tiles (see
+  // gather.cuh), and which queries the block has.
+  static constexpr int kFlagBytes = 16;
+  static constexpr int kSlotBytes = 2 * kKeys * 8;
+  static constexpr int kPlace = kSharedBytes + kFlagBytes + kSlotBytes;
+  static constexpr int kGatheredBytes = kPlace + 48;
 };
 
 // The same queries with the fewest keys at a time, for the walk of careful.cuh: it needs registers
@@ -53,7 +67,7 @@ using Tiling256 = Tiling<256, 1, 4, 64, 2, 8>;  //   64      96.5 KB
 
 // The least opt-in shared memory of any device of compute capability 8.0 and up (8.6, 8.9
 // and 12.0).
-static_assert(Tiling128::kSharedBytes <= 99 * 1024 && Tiling192::kSharedBytes <= 99 * 1024 &&
-              Tiling256::kSharedBytes <= 99 * 1024);
+static_assert(Tiling128::kGatheredBytes <= 99 * 1024 && Tiling192::kGatheredBytes <= 99 * 1024 &&
+              Tiling256::kGatheredBytes <= 99 * 1024);
 
 }  // namespace flashonnx::sm80

@@ -6,6 +6,7 @@
 
 #include "kernels/sm80/careful.cuh"
 #include "kernels/sm80/epilogue.cuh"
+#include "kernels/sm80/gather.cuh"
 
 namespace flashonnx::sm80 {
 
@@ -82,10 +83,13 @@ __device__ __forceinline__ void store_means(const Problem& p, const Lane& lane, 
 }
 
 // Everything after the last key.
-template <class T, class C>
+template <class T, class C, Instance kInstance>
 __device__ __forceinline__ void finish(const Problem& p, const Plan& plan, const Lane& lane,
-                                       RowState<C>& state, unsigned char* memory) {
-  const Work work = work_of<C>(plan, block_index());
+                                       RowState<C>& state, unsigned char* memory,
+                                       const Place* place) {
+  const Work work = kInstance == kGathered ? place->work : work_of<C>(plan, block_index());
+  const int queries = kInstance == kGathered ? place->sequence.queries : p.q_length;
+  const int token = kInstance == kGathered ? place->sequence.first_query : 0;
   const int first = work.first_query + lane.warp * C::kWarpQueries;
   uint32_t empty[C::kRowTiles][2];
 #pragma unroll
@@ -101,69 +105,98 @@ __device__ __forceinline__ void finish(const Problem& p, const Plan& plan, const
       }
       empty[r][h] = __ballot_sync(0xffffffffu, sum == 0.f);
       const int query = first + r * 16 + h * 8 + lane.row;
-      if (p.lse.data && lane.quad == 0 && query < p.q_length) {
+      if (p.lse.data && lane.quad == 0 && query < queries) {
         float* lse = static_cast<float*>(p.lse.data) + work.batch * p.lse.batch +
-                     work.head * p.lse.head + query * p.lse.row;
+                     work.head * p.lse.head + (token + query) * p.lse.row;
         *lse = natural_lse(p, state.maximum[r][h], sum);
       }
     }
   }
-  const int64_t at = work.batch * p.o.batch + work.head * p.o.head + first * p.o.row;
-  store_rows<T, C>(p, plan, lane, at, p.q_length - first, state.output,
+  const int64_t at = work.batch * p.o.batch + work.head * p.o.head + (token + first) * p.o.row;
+  store_rows<T, C>(p, plan, lane, at, queries - first, state.output,
                    shared_address(memory) + lane.warp * C::kWarpQueries * C::kDim * 2);
-  if (p.empty_row_mean) {
+  if (kInstance != kGathered && p.empty_row_mean) {
     store_means<T, C>(p, lane, work, empty, reinterpret_cast<float*>(memory + C::kQueryBytes));
   }
 }
 
 // Where a block's data stands, and which tiles of keys it walks over.
-template <class T, class C>
+template <class T, class C, Instance kInstance>
 struct Block {
   const Problem& p;
   const Plan& plan;
   const Lane lane;
   const Work work;
+  const Sequence sequence;
   const uint32_t shared_q, shared_k, shared_v;
   float* const biases;    // of the keys of two tiles
   uint32_t* const flags;  // see careful.cuh
+  Slot* const slots;      // of the keys of two tiles, where there are pages
   KeyRange range;
   int first_tile, last_tile;   // first > last: no query sees a key
   int clear_begin, clear_end;  // keys that all queries see
   const T *k, *v;
 
-  __device__ __forceinline__ Block(const Problem& p, const Plan& plan, unsigned char* memory)
+  // `place`: only of gathered instances.
+  __device__ __forceinline__ Block(const Problem& p, const Plan& plan, unsigned char* memory,
+                                   const Place* place)
       : p(p),
         plan(plan),
-        work(work_of<C>(plan, block_index())),
+        work(kInstance == kGathered ? place->work : work_of<C>(plan, block_index())),
+        sequence(kInstance == kGathered
+                     ? place->sequence
+                     : Sequence{0, 0, p.q_length, key_length_of(p, work.batch), p.q_length}),
         shared_q(shared_address(memory)),
         shared_k(shared_q + C::kQueryBytes),
         shared_v(shared_k + C::kKeyBytes),
         biases(reinterpret_cast<float*>(memory + C::kQueryBytes + 2 * C::kKeyBytes)),
-        flags(reinterpret_cast<uint32_t*>(biases + 2 * C::kBiases)) {
+        flags(reinterpret_cast<uint32_t*>(biases + 2 * C::kBiases)),
+        slots(reinterpret_cast<Slot*>(memory + C::kSharedBytes + C::kFlagBytes)) {
     // Q first: the rest is computed while it is on its way.
     const T* q = static_cast<const T*>(p.q.data) + work.batch * p.q.batch + work.head * p.q.head +
-                 work.first_query * p.q.row;
-    load_tile<C, QueryLayout<C>, C::kQueries>(shared_q, q, p.q.row, p.q_length - work.first_query,
-                                              p.head_dim, plan.q_vectors);
-    range = key_range(p, key_length_of(p, work.batch));
-    const int last_query = min(work.first_query + C::kQueries, p.q_length) - 1;
+                 (sequence.first_query + work.first_query) * p.q.row;
+    load_tile<C, QueryLayout<C>, C::kQueries>(
+        shared_q, q, p.q.row, sequence.queries - work.first_query, p.head_dim, plan.q_vectors);
+    range = key_range(p, sequence.length, sequence.keys);
+    const int last_query = min(work.first_query + C::kQueries, sequence.queries) - 1;
     const int begin = range.lower(work.first_query), end = range.upper(last_query);
     clear_begin = range.lower(last_query), clear_end = range.upper(work.first_query);
     first_tile = begin / C::kKeys;
     last_tile = begin < end ? (end - 1) / C::kKeys : first_tile - 1;
-    k = static_cast<const T*>(p.k.data) + work.batch * p.k.batch + work.kv_head * p.k.head;
-    v = static_cast<const T*>(p.v.data) + work.batch * p.v.batch + work.kv_head * p.v.head;
+    k = static_cast<const T*>(p.k.data) + work.batch * p.k.batch + work.kv_head * p.k.head +
+        sequence.first_key * p.k.row;
+    v = static_cast<const T*>(p.v.data) + work.batch * p.v.batch + work.kv_head * p.v.head +
+        sequence.first_key * p.v.row;
   }
 
+  __device__ __forceinline__ bool paged() const {
+    return kInstance == kGathered && p.pages.table != nullptr;
+  }
+  __device__ __forceinline__ Slot* slots_of(int tile) const { return slots + tile % 2 * C::kKeys; }
+
   __device__ __forceinline__ void load_keys(int tile) const {
+    if (paged()) {
+      load_slots<C>(shared_k, k, p.pages.k, p.k.row, slots_of(tile), p.head_dim, plan.k_vectors);
+      return;
+    }
     const int first = tile * C::kKeys;
     load_tile<C, KeyLayout<C>, C::kKeys>(shared_k, k + first * p.k.row, p.k.row,
                                          range.limit - first, p.head_dim, plan.k_vectors);
   }
   __device__ __forceinline__ void load_values(int tile) const {
+    if (paged()) {
+      load_slots<C>(shared_v, v, p.pages.v, p.v.row, slots_of(tile), p.value_dim, plan.v_vectors);
+      return;
+    }
     const int first = tile * C::kKeys;
     load_tile<C, KeyLayout<C>, C::kKeys>(shared_v, v + first * p.v.row, p.v.row,
                                          range.limit - first, p.value_dim, plan.v_vectors);
+  }
+  // A row of V in global memory, of a key that is there.
+  __device__ __forceinline__ const T* value_row(int tile, int key) const {
+    if (!paged()) return v + (tile * C::kKeys + key) * p.v.row;
+    const Slot slot = slots_of(tile)[key];
+    return v + slot.page * p.pages.v + slot.slot * p.v.row;
   }
 
   // The lane's rows for ldmatrix: two blocks of 8 rows by two chunks. In blocks of keys, row i
@@ -184,32 +217,54 @@ struct Block {
 };
 
 // A mask that does not depend on the query is read once per key, a tile ahead, by as many threads.
-template <class T, class C>
+// As well where a page's slot is, whose bias is -infinity if there is no page.
+template <class T, class C, Instance kInstance>
 struct KeyBiases {
-  const Block<T, C>& block;
+  const Block<T, C, kInstance>& block;
   const bool active;
   const char* element;
   uint32_t bits = 0;
+  Slot slot = {0, 0};
 
-  __device__ __forceinline__ KeyBiases(const Block<T, C>& block, bool general)
+  __device__ __forceinline__ explicit KeyBiases(const Block<T, C, kInstance>& block)
       : block(block),
-        active(general && block.plan.mask_per_key && threadIdx.x < C::kKeys),
+        active(kInstance != kPlain && (block.plan.mask_per_key || block.paged()) &&
+               threadIdx.x < C::kKeys),
         element(mask_element(block.p, block.plan, block.work.batch, block.work.head, 0,
                              block.last_tile * C::kKeys + static_cast<int>(threadIdx.x))) {}
 
+  // Whether the biases are (also) a mask's.
+  __device__ __forceinline__ bool masks() const {
+    return kInstance != kGathered || (block.plan.mask_per_key && block.p.mask.data);
+  }
   __device__ __forceinline__ void read_last() {
     const int key = block.last_tile * C::kKeys + static_cast<int>(threadIdx.x);
-    bits = active && key < block.range.limit ? mask_bits(element, block.plan.mask_bytes) : 0;
+    const bool inside = key < block.range.limit;
+    if (active && block.paged())
+      slot = inside ? slot_of(block.p.pages, block.work.batch, key) : Slot{-1, -1};
+    bits = active && masks() && inside ? mask_bits(element, block.plan.mask_bytes) : 0;
   }
-  __device__ __forceinline__ void read_next() {
+  // Of the tile before `tile`.
+  __device__ __forceinline__ void read_next(int tile) {
     if (!active) return;
+    if (block.paged()) {
+      const int key = (tile - 1) * C::kKeys + static_cast<int>(threadIdx.x);
+      slot = slot_of(block.p.pages, block.work.batch, key);
+    }
+    if (!masks()) return;
     element -= C::kKeys * block.plan.mask_step;
     bits = mask_bits(element, block.plan.mask_bytes);
+  }
+  // Writes where the key's row is.
+  __device__ __forceinline__ void store_slot(int tile) const {
+    if (active && block.paged()) block.slots_of(tile)[threadIdx.x] = slot;
   }
   // Returns whether this thread's bias changes scores.
   __device__ __forceinline__ bool store(int tile) const {
     if (!active) return false;
-    const float bias = mask_bias(bits, block.p.mask_dtype);
+    const bool absent = slot.page < 0 && slot.slot >= 0;
+    const float mask = masks() ? mask_bias(bits, block.p.mask_dtype) : 0.f;
+    const float bias = absent ? -INFINITY : mask;
     of(tile)[threadIdx.x / C::kRun * C::kBiasRun + threadIdx.x % C::kRun] = bias;
     return bias != 0.f;
   }
@@ -219,17 +274,22 @@ struct KeyBiases {
 };
 
 // Scores, softmax and P V over all tiles, last to first.
-template <class T, class C, bool kGeneral, bool kCareful>
-__device__ __forceinline__ void walk(const Block<T, C>& block, RowState<C>& state) {
+template <class T, class C, Instance kInstance, bool kCareful>
+__device__ __forceinline__ void walk(const Block<T, C, kInstance>& block, RowState<C>& state) {
   const Problem& p = block.p;
   const Plan& plan = block.plan;
   const Work& work = block.work;
-  KeyBiases<T, C> biases(block, kGeneral);
+  KeyBiases<T, C, kInstance> biases(block);
   bool biased = false;
   clear<C>(state);
   if (block.first_tile <= block.last_tile) {
+    if (block.paged()) {
+      biases.read_last();
+      biases.store_slot(block.last_tile);
+      __syncthreads();
+    }
     block.load_keys(block.last_tile);
-    biases.read_last();
+    if (!block.paged()) biases.read_last();
     biased = biases.store(block.last_tile);
   }
   QueryFragments<C> queries;
@@ -248,20 +308,21 @@ __device__ __forceinline__ void walk(const Block<T, C>& block, RowState<C>& stat
     const bool more = tile > block.first_tile;
     copy_wait();  // K is here, and everybody is done with V
     bool general = false;
-    if constexpr (kGeneral) {
+    if constexpr (kInstance != kPlain) {
       general = __syncthreads_or(biased) || plan.all_tiles;
     } else {
       __syncthreads();
     }
     block.load_values(tile);
-    if (kGeneral && more) {
-      biases.read_next();
+    if (kInstance != kPlain && more) {
+      biases.read_next(tile);
       if (p.mask.data && !plan.mask_per_key) {
         prefetch_mask<C>(p, plan, work.batch, work.head, work.first_query, first_key - C::kKeys);
       }
     }
     Scores<C> scores;
     multiply_keys<T, C>(lane_q, queries, lane_k, scores);
+    if (more) biases.store_slot(tile - 1);
     copy_wait();  // V is here, and everybody is done with K
     __syncthreads();
     if (more) block.load_keys(tile - 1);
@@ -273,6 +334,8 @@ __device__ __forceinline__ void walk(const Block<T, C>& block, RowState<C>& stat
     if (general) {
       general_scores<T, C, kCareful>(p, plan, block.lane, work.batch, work.head, work.first_query,
                                      first_key, block.range.limit, biases.of(tile), scores);
+      if (block.paged() && !plan.mask_per_key)
+        add_key_biases<C, kCareful>(block.lane, 1.f, biases.of(tile), scores);
       factor = 1.f;
     }
     if (first_key < block.clear_begin || first_key + C::kKeys > block.clear_end) {
@@ -280,34 +343,39 @@ __device__ __forceinline__ void walk(const Block<T, C>& block, RowState<C>& stat
     }
     raise_maxima<C>(scores, factor, state);
     if constexpr (kCareful) {
-      add_nonfinite<T, C>(block.lane, scores, factor, block.flags, block.v + first_key * p.v.row,
-                          p.v.row, p.value_dim, state);
+      add_nonfinite<T, C>(
+          block.lane, scores, factor, block.flags,
+          [&](int key) { return block.value_row(tile, key); }, p.value_dim, state);
     }
     add_values<T, C>(scores, factor, lane_v, state);
-    if (kGeneral && more) biased = biases.store(tile - 1);
+    if (kInstance != kPlain && more) biased = biases.store(tile - 1);
   }
 }
 
 // A function of its own, so that its needs do not show in the registers of the other walk.
-template <class T, class C, bool kGeneral>
+template <class T, class C, Instance kInstance>
 __device__ __noinline__ void attend_carefully(const Problem& p, const Plan& plan,
-                                              unsigned char* memory) {
+                                              unsigned char* memory, const Place* place) {
   RowState<C> state;
-  walk<T, C, kGeneral, true>(Block<T, C>(p, plan, memory), state);
-  finish<T, C>(p, plan, Lane(), state, memory);
+  walk<T, C, kInstance, true>(Block<T, C, kInstance>(p, plan, memory, place), state);
+  finish<T, C, kInstance>(p, plan, Lane(), state, memory, place);
 }
 
-template <class T, class C, bool kGeneral>
+template <class T, class C, Instance kInstance>
 __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
     attention(const __grid_constant__ Problem p, const __grid_constant__ Plan plan) {
   unsigned char* const memory = shared_memory();
+  Place* const place =
+      kInstance == kGathered ? reinterpret_cast<Place*>(memory + C::kPlace) : nullptr;
+  if (kInstance == kGathered && !take_place<C>(p, plan, place)) return;
   RowState<C> state;
-  walk<T, C, kGeneral, false>(Block<T, C>(p, plan, memory), state);
-  const bool may_be_masked = p.mask.data || p.left >= 0 || p.right >= 0;
+  walk<T, C, kInstance, false>(Block<T, C, kInstance>(p, plan, memory, place), state);
+  const bool may_be_masked =
+      p.mask.data || p.left >= 0 || p.right >= 0 || (kInstance == kGathered && p.pages.table);
   if (may_be_masked && __syncthreads_or(holds_nan<C>(state))) {
-    attend_carefully<T, CarefulTiling<C>, kGeneral>(p, plan, memory);
+    attend_carefully<T, CarefulTiling<C>, kInstance>(p, plan, memory, place);
   } else {
-    finish<T, C>(p, plan, Lane(), state, memory);
+    finish<T, C, kInstance>(p, plan, Lane(), state, memory, place);
   }
 }
 

@@ -12,20 +12,23 @@
 
 namespace flashonnx::sm80 {
 
-template <class T, class C, bool kGeneral>
+template <class T, class C, Instance kInstance>
 flashonnx_status launch_kernel(const Problem& p, Plan plan, cudaStream_t stream) {
   static_assert(C::kKeys <= C::kThreads && C::kKeys % 16 == 0 && C::kDim % 32 == 0);
+  constexpr int kBytes = kInstance == kGathered ? C::kGatheredBytes : C::kSharedBytes;
   plan.row_tiles = (p.q_length + C::kQueries - 1) / C::kQueries;
+  if (p.ragged.queries)  // see find_tile
+    plan.row_tiles = p.ragged.tokens / C::kQueries + p.ragged.sequences;
   const unsigned blocks = static_cast<unsigned>(plan.row_tiles * p.batch_heads);
   plan.section_tiles = Divider(plan.section.divisor * plan.row_tiles);
-  const auto kernel = attention<T, C, kGeneral>;
+  const auto kernel = attention<T, C, kInstance>;
   // Per device, so not once per process; it only writes a field of the loaded function.
   FLASHONNX_CUDA_CHECK(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes));
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(blocks);
   config.blockDim = dim3(C::kThreads);
-  config.dynamicSmemBytes = C::kSharedBytes;
+  config.dynamicSmemBytes = kBytes;
   config.stream = stream;
   return cuda_status(cudaLaunchKernelEx(&config, kernel, p, plan), "sm80 attention kernel");
 }
@@ -33,12 +36,12 @@ flashonnx_status launch_kernel(const Problem& p, Plan plan, cudaStream_t stream)
 template <class C>
 flashonnx_status launch_tiling(const Problem& p, const Plan& plan, bool bfloat16,
                                cudaStream_t stream) {
-  if (plan.all_tiles || plan.mask_per_key) {
-    return bfloat16 ? launch_kernel<__nv_bfloat16, C, true>(p, plan, stream)
-                    : launch_kernel<__half, C, true>(p, plan, stream);
-  }
-  return bfloat16 ? launch_kernel<__nv_bfloat16, C, false>(p, plan, stream)
-                  : launch_kernel<__half, C, false>(p, plan, stream);
+  const auto launch = [&]<class T>(T) {
+    if (p.ragged.queries || p.pages.table) return launch_kernel<T, C, kGathered>(p, plan, stream);
+    if (plan.all_tiles || plan.mask_per_key) return launch_kernel<T, C, kGeneral>(p, plan, stream);
+    return launch_kernel<T, C, kPlain>(p, plan, stream);
+  };
+  return bfloat16 ? launch(__nv_bfloat16()) : launch(__half());
 }
 
 }  // namespace flashonnx::sm80

@@ -27,6 +27,12 @@ __device__ __forceinline__ void barrier_arrive_expecting(uint32_t barrier, uint3
                : "memory");
 }
 
+// As well, without arriving.
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
 // Waits for the end of the phase of this parity.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
@@ -90,6 +96,13 @@ __device__ __forceinline__ void store_matrices(uint32_t shared, const uint32_t (
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
                "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
                : "memory");
+}
+
+// The reverse.
+__device__ __forceinline__ void load_matrices(uint32_t (&x)[4], uint32_t shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(shared));
 }
 
 // Named barriers: 0 is __syncthreads.

@@ -10,7 +10,8 @@
 
 namespace flashonnx::sm90 {
 
-template <int kDim_, int kGroups_, int kKeys_, int kStages_, int kQueryStages_, bool kTurns_>
+template <int kDim_, int kGroups_, int kKeys_, int kStages_, int kQueryStages_, bool kTurns_,
+          bool kMasks_ = false>
 struct Tiling {
   static constexpr int kDim = kDim_;
   static constexpr int kGroups = kGroups_;
@@ -22,6 +23,10 @@ struct Tiling {
   // Warpgroups take turns at the tensor cores, so that the softmax of one runs beside the products
   // of another.
   static constexpr bool kTurns = kTurns_;
+
+  // The general kernel: soft cap, and masks that depend on the query, which come with K. Scores
+  // count in halves there (softmax.cuh).
+  static constexpr bool kGeneral = kMasks_;
 
   // Registers of a thread: 65536 for all. Softmax and output live in the consumers'.
   static constexpr int kProducerRegisters = kGroups == 2 ? 40 : 32;
@@ -35,14 +40,17 @@ struct Tiling {
   static constexpr int kBoxRow = kBox * 2;  // bytes
   static constexpr int kQueryBytes = kQueries * kDim * 2;
   static constexpr int kKeyBytes = kKeys * kDim * 2;
+  static constexpr int kMaskBytes = kMasks_ ? kQueries * kKeys * 2 : 0;
+  static_assert(!kMasks_ || kKeys % 64 == 0);
   static_assert(kKeys % 16 == 0 && kKeys * kBoxRow % 1024 == 0 && kQueries <= 256);
 
   static constexpr int kScores = kKeys / 2;  // of a thread
   static constexpr int kOutputs = kDim / 2;
 
-  // Shared memory: the stages of Q, K and V, a bias per key of each stage, barriers,
+  // Shared memory: the stages of Q, K and V, of a mask, a bias per key of each stage, barriers,
   // what is to be done with each stage of Q.
-  static constexpr int kBiasAt = kQueryStages * kQueryBytes + 2 * kStages * kKeyBytes;
+  static constexpr int kMaskAt = kQueryStages * kQueryBytes + 2 * kStages * kKeyBytes;
+  static constexpr int kBiasAt = kMaskAt + kStages * kMaskBytes;
   static constexpr int kBarriersAt = kBiasAt + kStages * kKeys * 4;
   static constexpr int kBarriers = 2 * kQueryStages + 4 * kStages;
   static constexpr int kItemsAt = kBarriersAt + (kBarriers * 8 + kStages * 4 + 15) / 16 * 16;
@@ -58,5 +66,11 @@ using Tiling96 = Tiling<96, 2, 128, 3, 2, true>;    //               128      19
 using Tiling128 = Tiling<128, 2, 128, 2, 2, true>;  //               128      193 KB
 using Tiling192 = Tiling<192, 2, 96, 2, 1, false>;  //               128      193 KB
 using Tiling256 = Tiling<256, 2, 80, 2, 1, false>;  //               128      225 KB
+// The general kernel's, with room for masks.
+using General64 = Tiling<64, 3, 128, 2, 2, true, true>;    //        192      209 KB
+using General96 = Tiling<96, 2, 128, 2, 2, true, true>;    //        128      209 KB
+using General128 = Tiling<128, 2, 128, 2, 1, true, true>;  //        128      225 KB
+using General192 = Tiling<192, 2, 64, 2, 1, false, true>;  //        128      177 KB
+using General256 = Tiling<256, 2, 64, 2, 1, false, true>;  //        128      225 KB
 
 }  // namespace flashonnx::sm90

@@ -10,7 +10,7 @@
 
 namespace flashonnx::sm90 {
 
-template <class T, class C, bool kGeneral>
+template <class T, class C>
 class Consumer {
  public:
   __device__ __forceinline__ Consumer(const Problem& p, const Plan& plan, const CUtensorMap& o_map,
@@ -54,7 +54,7 @@ class Consumer {
         wait_products<1>();
         fence_registers(scores);
         const RowState next = weigh_first(scores);
-        fence_registers(scores);
+        hold(scores, next);
         end_last_values(output);
         skip_values();
         finish_item(done, stage, output, state);
@@ -109,42 +109,77 @@ class Consumer {
 
   // Starts Q K^T of the last tile of keys.
   __device__ __forceinline__ void begin_scores(float (&scores)[C::kScores]) {
+    const Descriptor q = described_queries(), k = described_keys();
     barrier_wait(shared_.k_full(keys_.stage), keys_.round);
-    multiply_keys<T, C>(queries(queries_.stage), shared_.k(keys_.stage), scores);
+    multiply_keys<T, C>(q, k, scores);
   }
 
   // From P of the last tile of keys to P of the first one. Its product with V is left to do.
   __device__ __forceinline__ void walk(float (&scores)[C::kScores], uint32_t (&p)[C::kScores / 2],
                                        float (&output)[C::kOutputs], RowState& state) {
     const Span& span = item().span;
-    for (int tile = last_tile_ - 1; tile >= span.first_tile; --tile) {
-      barrier_wait(shared_.k_full(keys_.stage), keys_.round);
-      begin_turn();
-      multiply_keys<T, C>(queries(queries_.stage), shared_.k(keys_.stage), scores);
-      wait_for_values(span, tile + 1);
-      multiply_values<T, C>(p, shared_.v(values_.stage), tile + 1 == last_tile_, output);
-      end_turn();
-      settle_stores();
-      wait_products<1>();
-      fence_registers(scores);
-      const Raise raise = weigh(tile, scores, state);
-      fence_registers(scores);  // or the compiler would put exponentials off until after the wait
-      wait_products<0>();
-      fence_registers(output);
-      release(shared_.v_free(values_.stage));
-      values_.advance();
-      rescale<C>(raise, output);
-      pack_scores<T, C>(scores, p);
+    // Plain tiles, and the values of the tiles after them, need no look at bounds. Never the first
+    // tile of the walk: what is left over from the tile of queries before ends there.
+    const int first_query = item().work.first_query + lane_.group * 64;
+    const int last_query = min(first_query + 63, p_.q_length - 1);
+    const int plain_begin = (span.range.lower(last_query) + C::kKeys - 1) / C::kKeys;
+    const int plain_end = min(span.range.upper(first_query) / C::kKeys, last_tile_) - 1;
+    const int first_tile = span.first_tile;
+    for (int tile = last_tile_ - 1; tile >= first_tile; --tile) {
+      const int plain = tile < plain_end ? tile - max(plain_begin, first_tile) + 1 : 0;
+      if (plain <= 0) {
+        step<Look::kBounds>(tile, scores, p, output, state);
+        continue;
+      }
+      if (!C::kGeneral && plan_.mask_per_key) {
+        for (int i = 0; i < plain; ++i) step<Look::kBiases>(tile, scores, p, output, state);
+      } else {
+        for (int i = 0; i < plain; ++i) step<Look::kNone>(tile, scores, p, output, state);
+      }
+      tile -= plain - 1;
     }
     settle_stores();
+  }
+
+  // What a step has to look at: bounds and biases, biases alone, neither.
+  enum class Look { kBounds, kBiases, kNone };
+
+  // One tile of keys: its Q K^T beside P V of the tile before, then its softmax.
+  template <Look kLook>
+  __device__ __forceinline__ void step(int tile, float (&scores)[C::kScores],
+                                       uint32_t (&p)[C::kScores / 2], float (&output)[C::kOutputs],
+                                       RowState& state) {
+    const Descriptor q = described_queries(), k = described_keys(), v = described_values();
+    barrier_wait(shared_.k_full(keys_.stage), keys_.round);
+    begin_turn();
+    multiply_keys<T, C>(q, k, scores);
+    if constexpr (kLook == Look::kBounds) {
+      wait_for_values(item().span, tile + 1);
+    } else {
+      barrier_wait(shared_.v_full(values_.stage), values_.round);
+    }
+    multiply_values<T, C>(p, v, kLook == Look::kBounds && tile + 1 == last_tile_, output);
+    end_turn();
+    if constexpr (kLook == Look::kBounds) settle_stores();
+    wait_products<1>();
+    fence_registers(scores);
+    const Raise raise = weigh<kLook>(tile, scores, state);
+    hold(scores, state);
+    wait_products<0>();
+    fence_registers(output);
+    release(shared_.v_free(values_.stage));
+    values_.advance();
+    rescale<C>(raise, output);
+    pack_scores<T, C>(scores, p);
   }
 
   __device__ __forceinline__ void begin_last_values(const Item& item, int last_tile,
                                                     const uint32_t (&p)[C::kScores / 2],
                                                     float (&output)[C::kOutputs]) {
     const Span& span = item.span;
+    const Descriptor v = described_values();
     wait_for_values(span, span.first_tile);
-    multiply_values<T, C>(p, shared_.v(values_.stage), span.first_tile == last_tile, output);
+    multiply_values<T, C>(p, v, span.first_tile == last_tile, output);
   }
   __device__ __forceinline__ void end_last_values(float (&output)[C::kOutputs]) {
     wait_products<0>();
@@ -164,12 +199,20 @@ class Consumer {
       attend_carefully<T, C>(p_, plan_, item.work, first_query_of_warp(item.work), lane_.lane);
     } else {
       const uint32_t rows = queries(stage) + lane_.warp * 16 * C::kBoxRow;
-      leaving = finish<T, C>(p_, plan_, o_map_, lane_, item.work, rows, state, output);
+      leaving =
+          finish<T, C>(p_, plan_, o_map_, lane_, item.work, rows, in_powers_of_2(state), output);
     }
     if constexpr (C::kQueryStages > 1) {
       leaving_ = leaving;
       if (!leaving) barrier_arrive(shared_.q_free(stage));
     }
+  }
+
+  __device__ __forceinline__ static RowState in_powers_of_2(RowState state) {
+#pragma unroll
+    for (int h = 0; C::kGeneral && h < 2; ++h)
+      state.maximum[h] = fmaxf(2.f * state.maximum[h], -FLT_MAX);
+    return state;
   }
 
   // Lets go of the place of the queries before these once their rows have left it.
@@ -188,31 +231,71 @@ class Consumer {
   }
 
   // From scores to P, in place. Lets go of the tile of K.
+  template <Look kLook = Look::kBounds>
   __device__ __forceinline__ Raise weigh(int tile, float (&scores)[C::kScores], RowState& state) {
-    const int first_key = tile * C::kKeys;
-    const Item& at = item();
     float factor = plan_.factor;
-    const bool biased = plan_.mask_per_key && *shared_.biased(keys_.stage);
-    const float* const biases = shared_.biases(keys_.stage);
-    if constexpr (kGeneral) {
-      cap_scores<C>(p_, plan_, scores);
+    if constexpr (C::kGeneral) {
+      generalise(scores);
       factor = 1.f;
-    }
-    if (biased) {
-      add_key_biases<C>(lane_, factor, biases, scores);
+    } else if (kLook != Look::kNone && plan_.mask_per_key && *shared_.biased(keys_.stage)) {
+      add_key_biases<C>(lane_, factor, 1.f, shared_.biases(keys_.stage), scores);
       factor = 1.f;
     }
     release(shared_.k_free(keys_.stage));
     keys_.advance();
-    const int first_query = at.work.first_query + lane_.group * 64;
-    const int last_query = min(first_query + 63, p_.q_length - 1);
-    if (first_key < at.span.range.lower(last_query) ||
-        first_key + C::kKeys > at.span.range.upper(first_query)) {
-      apply_bounds<C>(at.span.range, lane_, at.work.first_query, first_key, scores);
+    if constexpr (kLook == Look::kBounds) {
+      const int first_key = tile * C::kKeys;
+      const Item& at = item();
+      const int first_query = at.work.first_query + lane_.group * 64;
+      const int last_query = min(first_query + 63, p_.q_length - 1);
+      if (first_key < at.span.range.lower(last_query) ||
+          first_key + C::kKeys > at.span.range.upper(first_query)) {
+        apply_bounds<C>(at.span.range, lane_, at.work.first_query, first_key, scores);
+      }
     }
     const Raise raise = raise_maxima<C>(scores, factor, state);
-    exponentiate<C>(factor, scores, state);
+    if constexpr (C::kGeneral) {
+      exponentiate_fours<C>(scores, state);
+    } else {
+      exponentiate<C>(factor, scores, state);
+    }
     return raise;
+  }
+
+  // Scale, soft cap and mask: scores in powers of 4.
+  __device__ __forceinline__ void generalise(float (&scores)[C::kScores]) {
+    float factor = plan_.factor / 2;
+    if (p_.softcap > 0.f) {
+      cap_scores<C>(plan_, scores);
+      factor = 1.f;
+    }
+    const uint32_t tile = shared_.mask(keys_.stage);
+    if (plan_.mask_per_key) {
+      add_key_biases<C>(lane_, factor, .5f, shared_.biases(keys_.stage), scores);
+    } else if (!p_.mask.data) {
+#pragma unroll
+      for (int i = 0; i < C::kScores; ++i) scores[i] *= factor;
+    } else if (plan_.mask_bytes == 1) {
+      select_by_bytes<C>(lane_, factor, tile, scores);
+    } else {
+      add_biases<T, C>(lane_, factor, tile, scores);
+    }
+  }
+
+  // Keeps exponentials before the wait for the products that they are meant to run beside. Where a
+  // fence does not do, as the assembler puts them off all the same, a store does: none is moved
+  // across a wait, and this one waits for all of them. Sums are never negative: nothing is stored.
+  __device__ __forceinline__ void hold(float (&scores)[C::kScores], const RowState& state) const {
+    fence_registers(scores);
+    if constexpr (C::kTurns) return;
+    asm volatile(
+        "{\n"
+        ".reg .pred negative;\n"
+        "setp.lt.f32 negative, %0, 0f00000000;\n"
+        "@negative st.volatile.shared.f32 [%1], %0;\n"
+        "}" ::"f"(state.sum[0] + state.sum[1]),
+        "r"(shared_.base)
+        : "memory");
   }
 
   // Rows of V between the batch entry's length and the tensor's end may hold anything: zeros
@@ -245,6 +328,17 @@ class Consumer {
   }
   __device__ __forceinline__ void end_turn() {
     if constexpr (C::kTurns) named_arrive(1 + (lane_.group + 1) % C::kGroups, 256);
+  }
+
+  // The tiles at hand, for products.
+  __device__ __forceinline__ Descriptor described_queries() const {
+    return described_by_rows<C>(queries(queries_.stage)).uniform();
+  }
+  __device__ __forceinline__ Descriptor described_keys() const {
+    return described_by_rows<C>(shared_.k(keys_.stage)).uniform();
+  }
+  __device__ __forceinline__ Descriptor described_values() const {
+    return described_by_features<C>(shared_.v(values_.stage)).uniform();
   }
 
   // The tile of queries at hand.

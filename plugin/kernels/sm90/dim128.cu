@@ -3,7 +3,7 @@
 namespace flashonnx::sm90 {
 
 flashonnx_status launch_128(const Params& params, cudaStream_t stream) {
-  return launch_tiling<Tiling128>(params, stream);
+  return launch_either<Tiling128, General128>(params, stream);
 }
 
 }  // namespace flashonnx::sm90

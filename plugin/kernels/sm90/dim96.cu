@@ -3,7 +3,7 @@
 namespace flashonnx::sm90 {
 
 flashonnx_status launch_96(const Params& params, cudaStream_t stream) {
-  return launch_tiling<Tiling96>(params, stream);
+  return launch_either<Tiling96, General96>(params, stream);
 }
 
 }  // namespace flashonnx::sm90

@@ -5,7 +5,7 @@
 
 namespace flashonnx::sm90 {
 
-template <class T, class C, bool kGeneral>
+template <class T, class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
     attention(const __grid_constant__ Problem p, const __grid_constant__ Plan plan,
               const __grid_constant__ Schedule schedule, const __grid_constant__ Maps maps) {
@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   if (threadIdx.x < 128) {
     give_registers<C::kProducerRegisters>();
     if (threadIdx.x == 0) {
-      produce<C>(p, schedule, maps, shared);
+      produce<C>(p, plan, schedule, maps, shared);
     } else if (threadIdx.x / 32 == 1 && plan.mask_per_key) {
       produce_biases<C>(p, plan, schedule, shared);
     } else if (threadIdx.x / 32 == 2) {
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     }
   } else {
     take_registers<C::kConsumerRegisters>();
-    Consumer<T, C, kGeneral>(p, plan, maps.o, shared).run();
+    Consumer<T, C>(p, plan, maps.o, shared).run();
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "kernels/common/problem.h"
 #include "kernels/sm90/tensor_map.h"
 
 namespace flashonnx::sm90 {
@@ -14,7 +15,10 @@ const char* refusal(const Params& params) {
     return "reads rows, heads and batch entries at multiples of 16 bytes";
   }
   if (params.mask.dtype != FLASHONNX_NONE && params.mask.stride[2] != 0 && params.q_length > 1) {
-    return "reads no mask that depends on the query";
+    if (size_of(params.mask.dtype) != 1 && params.mask.dtype != params.q.dtype)
+      return "takes a mask with a row per query as bytes or in Q's type";
+    if (!mask_strides_fit(params.mask, params.batch, params.q_heads, params.q_length))
+      return "reads a mask's rows at multiples of 16 bytes, keys side by side";
   }
   // Counted in 32 bits, with the blocks of a round added.
   constexpr int64_t kMostTiles = int64_t{1} << 30;
@@ -29,7 +33,8 @@ flashonnx_status launch(const Params& params, void* workspace, void* stream) {
     return reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0;
   };
   // Selection does not look at data pointers, and without keys there may be none.
-  if (!aligned(params.q) || !aligned(params.k) || !aligned(params.v) || params.kv_length == 0)
+  if (!aligned(params.q) || !aligned(params.k) || !aligned(params.v) || params.kv_length == 0 ||
+      (!aligned(params.mask) && params.mask.stride[2] != 0))
     return sm80::launch(params, workspace, stream);
   const int64_t dim = std::max(params.head_dim, params.value_dim);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);

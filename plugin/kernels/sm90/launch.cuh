@@ -13,11 +13,11 @@
 
 namespace flashonnx::sm90 {
 
-template <class T, class C, bool kGeneral>
+template <class T, class C>
 flashonnx_status launch_kernel(const Problem& p, const Plan& plan, const Schedule& schedule,
                                const Maps& maps, int sm_count, cudaStream_t stream) {
   constexpr int kBytes = C::kSharedBytes + C::kAlignment;
-  const auto kernel = attention<T, C, kGeneral>;
+  const auto kernel = attention<T, C>;
   // Per device, so not once per process; it only writes a field of the loaded function.
   FLASHONNX_CUDA_CHECK(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
@@ -31,9 +31,8 @@ flashonnx_status launch_kernel(const Problem& p, const Plan& plan, const Schedul
 }
 
 template <class C>
-flashonnx_status launch_tiling(const Params& params, cudaStream_t stream) {
+flashonnx_status launch_tiling(const Params& params, Plan plan, cudaStream_t stream) {
   const Problem p = problem_of(params);
-  Plan plan = plan_of(params);
   const Schedule schedule(p, plan, C::kQueries, params.device.sm_count);
   Maps maps;
   FLASHONNX_RETURN_IF_ERROR(encode_tensor_map(params.q, params.batch, params.q_heads,
@@ -51,14 +50,19 @@ flashonnx_status launch_tiling(const Params& params, cudaStream_t stream) {
                                                 params.q_length, params.value_dim, 16, C::kBox,
                                                 &maps.o));
   }
+  if (C::kGeneral && p.mask.data && !plan.mask_per_key)
+    FLASHONNX_RETURN_IF_ERROR(encode_mask_map(params, C::kQueries, C::kKeys, &maps.mask));
   const bool bfloat16 = params.q.dtype == FLASHONNX_BFLOAT16;
   const int sms = params.device.sm_count;
-  if (plan.all_tiles) {
-    return bfloat16 ? launch_kernel<__nv_bfloat16, C, true>(p, plan, schedule, maps, sms, stream)
-                    : launch_kernel<__half, C, true>(p, plan, schedule, maps, sms, stream);
-  }
-  return bfloat16 ? launch_kernel<__nv_bfloat16, C, false>(p, plan, schedule, maps, sms, stream)
-                  : launch_kernel<__half, C, false>(p, plan, schedule, maps, sms, stream);
+  return bfloat16 ? launch_kernel<__nv_bfloat16, C>(p, plan, schedule, maps, sms, stream)
+                  : launch_kernel<__half, C>(p, plan, schedule, maps, sms, stream);
+}
+
+template <class C, class General>
+flashonnx_status launch_either(const Params& params, cudaStream_t stream) {
+  const Plan plan = plan_of(params);
+  return plan.all_tiles ? launch_tiling<General>(params, plan, stream)
+                        : launch_tiling<C>(params, plan, stream);
 }
 
 }  // namespace flashonnx::sm90

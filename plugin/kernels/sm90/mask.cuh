@@ -10,13 +10,14 @@
 
 namespace flashonnx::sm90 {
 
-// scores = factor * scores + bias of each key.
+// scores = factor * scores + weight * bias of each key.
 template <class C>
-__device__ __forceinline__ void add_key_biases(const Lane& lane, float factor, const float* biases,
-                                               float (&scores)[C::kScores]) {
+__device__ __forceinline__ void add_key_biases(const Lane& lane, float factor, float weight,
+                                               const float* biases, float (&scores)[C::kScores]) {
 #pragma unroll
   for (int n = 0; n < C::kScores / 4; ++n) {
-    const float2 bias = *reinterpret_cast<const float2*>(biases + 8 * n + 2 * lane.quad);
+    float2 bias = *reinterpret_cast<const float2*>(biases + 8 * n + 2 * lane.quad);
+    bias.x *= weight, bias.y *= weight;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       scores[4 * n + 2 * h] = fmaf(scores[4 * n + 2 * h], factor, bias.x);
@@ -25,20 +26,70 @@ __device__ __forceinline__ void add_key_biases(const Lane& lane, float factor, c
   }
 }
 
-// The soft cap, or only the scale. After it the scores' factor is 1.
+// The soft cap: scores in powers of 4.
 template <class C>
-__device__ __forceinline__ void cap_scores(const Problem& p, const Plan& plan,
-                                           float (&scores)[C::kScores]) {
-  if (p.softcap > 0.f) {
+__device__ __forceinline__ void cap_scores(const Plan& plan, float (&scores)[C::kScores]) {
+  const float cap_out = plan.cap_out / 2;
 #pragma unroll
-    for (int i = 0; i < C::kScores; ++i) {
-      scores[i] = plan.cap_out * tanh_approximate(plan.cap_in * scores[i]);
-      // One after the other: side by side they would want more registers than there are.
-      if (i % 8 == 7) fence_registers(scores);
-    }
+  for (int i = 0; i < C::kScores; ++i) {
+    scores[i] = cap_out * tanh_approximate(plan.cap_in * scores[i]);
+    // One after the other: side by side they would want more registers than there are.
+    if (i % 8 == 7) fence_registers(scores);
+  }
+}
+
+// The lower and upper half of a pair, as float32.
+template <class T>
+__device__ __forceinline__ float2 unpack(uint32_t pair) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
   } else {
+    return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
+  }
+}
+
+// scores = factor * scores + mask, in powers of 4, from the warp's rows of a tile in shared memory:
+// boxes of 64 keys of Q's type with swizzled rows of 128 bytes.
+template <class T, class C>
+__device__ __forceinline__ void add_biases(const Lane& lane, float factor, uint32_t tile,
+                                           float (&scores)[C::kScores]) {
+  const int row = lane.group * 64 + lane.warp * 16 + lane.lane % 16;
 #pragma unroll
-    for (int i = 0; i < C::kScores; ++i) scores[i] *= plan.factor;
+  for (int n = 0; n < C::kScores / 4; n += 2) {
+    const int chunk = (n % 8 + lane.lane / 16) ^ row % 8;
+    uint32_t x[4];
+    load_matrices(x, tile + n / 8 * C::kQueries * 128 + row * 128 + chunk * 16);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float* const score = scores + 4 * (n + i / 2) + 2 * (i % 2);
+      const float2 bias = unpack<T>(x[i]);
+      score[0] = fmaf(score[0], factor, bias.x * (kLog2e / 2));
+      score[1] = fmaf(score[1], factor, bias.y * (kLog2e / 2));
+    }
+  }
+}
+
+// As well where a mask of bytes is not 0, else -infinity: one box, with swizzled rows of kKeys
+// bytes.
+template <class C>
+__device__ __forceinline__ void select_by_bytes(const Lane& lane, float factor, uint32_t tile,
+                                                float (&scores)[C::kScores]) {
+  constexpr int kChunks = C::kKeys / 16;
+  static_assert(kChunks == 8 || kChunks == 4);
+  const int row = lane.first_row();
+  const int swizzle = kChunks == 8 ? row % 8 : row / 2 % 4;
+#pragma unroll
+  for (int n = 0; n < C::kScores / 4; ++n) {
+    const uint32_t at =
+        tile + row * C::kKeys + ((n / 2) ^ swizzle) * 16 + n % 2 * 8 + 2 * lane.quad;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      uint16_t pair;
+      asm volatile("ld.shared.u16 %0, [%1];" : "=h"(pair) : "r"(at + h * 8 * C::kKeys));
+      float* const score = scores + 4 * n + 2 * h;
+      score[0] = (pair & 0xff) != 0 ? score[0] * factor : -INFINITY;
+      score[1] = (pair & 0xff00) != 0 ? score[1] * factor : -INFINITY;
+    }
   }
 }
 

@@ -20,8 +20,10 @@ struct Descriptor {
   uint32_t lower, upper;
 
   // Tells the compiler that all lanes have the same one: sums with offsets are then made where
-  // products take them from, in uniform registers.
-  __device__ __forceinline__ void make_uniform() { lower = __shfl_sync(0xffffffffu, lower, 0); }
+  // products take them from, in uniform registers. That takes a while, so well before.
+  __device__ __forceinline__ Descriptor uniform() const {
+    return {__shfl_sync(0xffffffffu, lower, 0), upper};
+  }
   __device__ __forceinline__ uint64_t plus(uint32_t bytes) const {
     return uint64_t{upper} << 32 | (lower + bytes / 16);
   }
@@ -110,14 +112,12 @@ __device__ __forceinline__ void wait_products() {
 // scores = Q K^T of the warpgroup's 64 queries and the tile's keys: one group, under way
 // afterwards.
 template <class T, class C>
-__device__ __forceinline__ void multiply_keys(uint32_t queries, uint32_t keys,
+__device__ __forceinline__ void multiply_keys(const Descriptor& q, const Descriptor& k,
                                               float (&scores)[C::kScores]) {
   const auto product = [&]<int... i>(uint64_t a, uint64_t b, gmma::ScaleOut out,
                                      std::integer_sequence<int, i...>) {
     decltype(shared_product<T, C::kKeys>())::fma(a, b, scores[i]..., out);
   };
-  Descriptor q = described_by_rows<C>(queries), k = described_by_rows<C>(keys);
-  q.make_uniform(), k.make_uniform();
   fence_registers(scores);
   begin_products();
 #pragma unroll
@@ -135,14 +135,12 @@ __device__ __forceinline__ void multiply_keys(uint32_t queries, uint32_t keys,
 // output += P V, or = at first: one group, under way afterwards.
 template <class T, class C>
 __device__ __forceinline__ void multiply_values(const uint32_t (&p)[C::kScores / 2],
-                                                uint32_t values, bool first,
+                                                const Descriptor& v, bool first,
                                                 float (&output)[C::kOutputs]) {
   const auto product = [&]<int... i>(const uint32_t* a, uint64_t b, gmma::ScaleOut out,
                                      std::integer_sequence<int, i...>) {
     decltype(register_product<T, C::kDim>())::fma(a[0], a[1], a[2], a[3], b, output[i]..., out);
   };
-  Descriptor v = described_by_features<C>(values);
-  v.make_uniform();
   fence_registers(output);
   begin_products();
 #pragma unroll

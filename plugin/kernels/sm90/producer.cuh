@@ -10,7 +10,7 @@
 namespace flashonnx::sm90 {
 
 struct Maps {
-  CUtensorMap q, k, v, o;
+  CUtensorMap q, k, v, o, mask;
 };
 
 // Copies a tile of kRows rows, box by box.
@@ -24,11 +24,25 @@ __device__ __forceinline__ void copy_tile(uint32_t shared, const CUtensorMap* ma
   }
 }
 
+// Copies the mask of a tile of queries and one of keys.
+template <class C>
+__device__ __forceinline__ void copy_mask(const Problem& p, const Plan& plan, uint32_t shared,
+                                          const CUtensorMap* map, uint32_t barrier,
+                                          const Work& work, int first_key) {
+  const int width = 128 / plan.mask_bytes;  // of a box
+  for (int key = 0; key < C::kKeys; key += width) {
+    copy_box(shared + key * C::kQueries * plan.mask_bytes, map, barrier, first_key + key,
+             work.first_query, p.mask.head != 0 ? work.head : 0,
+             p.mask.batch != 0 ? work.batch : 0);
+  }
+}
+
 // K runs one tile ahead of V, from one tile of queries to the next: consumers multiply by the next
 // keys beside their softmax.
 template <class C>
-__device__ __forceinline__ void produce(const Problem& p, const Schedule& schedule,
-                                        const Maps& maps, const Shared<C>& shared) {
+__device__ __forceinline__ void produce(const Problem& p, const Plan& plan,
+                                        const Schedule& schedule, const Maps& maps,
+                                        const Shared<C>& shared) {
   prefetch(&maps.q), prefetch(&maps.k), prefetch(&maps.v);
   Ring<C::kQueryStages> queries;
   Ring<C::kStages> keys, values;
@@ -63,6 +77,13 @@ __device__ __forceinline__ void produce(const Problem& p, const Schedule& schedu
     if (C::kQueryStages == 1) copy_due_values();
     for (int tile = span.last_tile; tile >= span.first_tile; --tile) {
       barrier_wait(shared.k_free(keys.stage), keys.round ^ 1);
+      if constexpr (C::kGeneral) {
+        if (p.mask.data && !plan.mask_per_key) {
+          barrier_expect(shared.k_full(keys.stage), C::kQueries * C::kKeys * plan.mask_bytes);
+          copy_mask<C>(p, plan, shared.mask(keys.stage), &maps.mask, shared.k_full(keys.stage),
+                       work, tile * C::kKeys);
+        }
+      }
       copy_tile<C, C::kKeys>(shared.k(keys.stage), &maps.k, shared.k_full(keys.stage),
                              tile * C::kKeys, work.kv_head, work.batch);
       keys.advance();

@@ -26,6 +26,10 @@ struct Shared {
     return base + C::kQueryStages * C::kQueryBytes + stage * C::kKeyBytes;
   }
   __device__ __forceinline__ uint32_t v(int stage) const { return k(C::kStages + stage); }
+  // Of the tile of queries and the stage's keys.
+  __device__ __forceinline__ uint32_t mask(int stage) const {
+    return base + C::kMaskAt + stage * C::kMaskBytes;
+  }
   __device__ __forceinline__ float* biases(int stage) const {
     return reinterpret_cast<float*>(memory + C::kBiasAt) + stage * C::kKeys;
   }

@@ -29,8 +29,10 @@ struct Lane {
   __device__ __forceinline__ int first_row() const { return group * 64 + warp * 16 + row; }
 };
 
+// The general kernel counts scores and maxima in powers of 4: the most negative numbers of a mask
+// stay finite then (a row full of them is a row of equals), and cost no comparison.
 struct RowState {
-  float maximum[2];  // in powers of 2; -FLT_MAX: no key yet
+  float maximum[2];  // in powers of 2, or of 4; -FLT_MAX: no key yet
   float sum[2];      // of P over this thread's keys
 };
 
@@ -53,18 +55,29 @@ __device__ __forceinline__ Raise raise_maxima(const float (&scores)[C::kScores],
     for (int n = 1; n < C::kScores / 4; ++n)
       x = fmaxf(x, fmaxf(scores[4 * n + 2 * h], scores[4 * n + 2 * h + 1]));
     top[h] = x * factor;
-    exceeds |= top[h] > state.maximum[h] + kSlack;
+    exceeds |= top[h] > state.maximum[h] + (C::kGeneral ? kSlack / 2 : kSlack);
   }
   Raise raise = {__any_sync(0xffffffffu, exceeds) != 0, {1.f, 1.f}};
   if (!raise.any) return raise;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const float next = fmaxf(state.maximum[h], quad_maximum(top[h]));
-    raise.keep[h] = exp2_approximate(state.maximum[h] - next);
+    raise.keep[h] = exp2_approximate((state.maximum[h] - next) * (C::kGeneral ? 2.f : 1.f));
     state.maximum[h] = next;
     state.sum[h] *= raise.keep[h];
   }
   return raise;
+}
+
+// The rows' sums, in two chains each: head size 64 waits for a single one (526 instead of 544
+// TFLOP/s).
+template <class C>
+__device__ __forceinline__ void add_up(const float (&scores)[C::kScores], RowState& state) {
+  float sums[2][2] = {};
+#pragma unroll
+  for (int i = 0; i < C::kScores; ++i) sums[i / 2 % 2][i / 4 % 2] += scores[i];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) state.sum[h] += sums[h][0] + sums[h][1];
 }
 
 // scores = P = 2^(factor * scores - maximum), and the rows' sums.
@@ -72,11 +85,28 @@ template <class C>
 __device__ __forceinline__ void exponentiate(float factor, float (&scores)[C::kScores],
                                              RowState& state) {
 #pragma unroll
-  for (int i = 0; i < C::kScores; ++i) {
-    const int h = i / 2 % 2;
-    scores[i] = exp2_approximate(fmaf(scores[i], factor, -state.maximum[h]));
-    state.sum[h] += scores[i];
+  for (int i = 0; i < C::kScores; ++i)
+    scores[i] = exp2_approximate(fmaf(scores[i], factor, -state.maximum[i / 2 % 2]));
+  add_up<C>(scores, state);
+}
+
+// As well for scores in powers of 4.
+template <class C>
+__device__ __forceinline__ void exponentiate_fours(float (&scores)[C::kScores], RowState& state) {
+  constexpr float kExtreme = -FLT_MAX / 4;  // doubled, it comes near the range's end
+  const auto extreme = [](float x) { return x < kExtreme && x > -FLT_MAX; };
+  if (__any_sync(0xffffffffu, extreme(state.maximum[0]) || extreme(state.maximum[1]))) {
+#pragma unroll
+    for (int i = 0; i < C::kScores; ++i)
+      scores[i] = exp2_approximate(2.f * (scores[i] - state.maximum[i / 2 % 2]));
+  } else {
+    const float minus[2] = {fminf(-2.f * state.maximum[0], FLT_MAX),
+                            fminf(-2.f * state.maximum[1], FLT_MAX)};
+#pragma unroll
+    for (int i = 0; i < C::kScores; ++i)
+      scores[i] = exp2_approximate(fmaf(scores[i], 2.f, minus[i / 2 % 2]));
   }
+  add_up<C>(scores, state);
 }
 
 // P as the A operand: accumulators of two 8-column groups are one 16-key operand.

@@ -18,4 +18,12 @@ flashonnx_status encode_tensor_map(const flashonnx_tensor& tensor, int64_t batch
                                    int64_t rows, int64_t dim, int box_rows, int box_features,
                                    CUtensorMap* map);
 
+// As well for a mask that depends on the query: elements of one byte or of Q's type, keys side by
+// side, strides of 0 where heads or batch entries share it.
+bool mask_strides_fit(const flashonnx_tensor& mask, int64_t batch, int64_t heads, int64_t rows);
+
+// Its map, for boxes of `box_rows` queries and as many keys as fill 128 bytes, `box_keys` at most.
+flashonnx_status encode_mask_map(const Params& params, int box_rows, int box_keys,
+                                 CUtensorMap* map);
+
 }  // namespace flashonnx::sm90

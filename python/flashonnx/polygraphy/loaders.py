@@ -163,8 +163,8 @@ def _fused(model: Any) -> onnx.ModelProto:
 def _has_attention(model: Any) -> bool:
     import onnx_ir as ir
 
-    from flashonnx.export import files
-    from flashonnx.export.schema import DOMAIN, OP_TYPE
+    from flashonnx.export.model import files
+    from flashonnx.export.operator.schema import DOMAIN, OP_TYPE
 
     loaded = files.load(model).model
     graphs: list[ir.Graph | ir.Function] = [loaded.graph, *loaded.functions.values()]

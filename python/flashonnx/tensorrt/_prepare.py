@@ -41,7 +41,7 @@ def prepare_for_tensorrt(
             operator does not have (a window wider than that bounds nothing and becomes the widest); a function that
             cannot be inlined.
     """
-    from flashonnx.export.schema import DOMAIN
+    from flashonnx.export.operator.schema import DOMAIN
 
     prepared = _load(model)
     kept = [function for function in prepared.functions if function.domain != DOMAIN]
@@ -62,7 +62,7 @@ def _load(model: onnx.ModelProto | ir.Model | str | os.PathLike[str]) -> onnx.Mo
     import onnx
     import onnx_ir as ir
 
-    from flashonnx.export import files
+    from flashonnx.export.model import files
 
     source = files.load(model)
     if isinstance(source.original, ir.Model):
@@ -80,7 +80,7 @@ def _inline(model: onnx.ModelProto) -> onnx.ModelProto:
     import onnx_ir as ir
     import onnx_ir.passes.common
 
-    from flashonnx.export.schema import DOMAIN, INPUTS, OP_TYPE
+    from flashonnx.export.operator.schema import DOMAIN, INPUTS, OP_TYPE
 
     mask = INPUTS.index("attn_mask")
     nodes = {
@@ -108,7 +108,7 @@ def _inline(model: onnx.ModelProto) -> onnx.ModelProto:
 def _move_to_provider_domain(model: onnx.ModelProto) -> None:
     import onnx
 
-    from flashonnx.export.schema import DOMAIN, OP_TYPE
+    from flashonnx.export.operator.schema import DOMAIN, OP_TYPE
 
     name, version, namespace = PLUGIN
     for nodes in _node_lists(model):
@@ -148,7 +148,7 @@ def _boolean_values(model: onnx.ModelProto) -> list[tuple[MutableSequence[onnx.N
     """Each list of nodes, and the names that are boolean values there, as far as they can be known."""
     import onnx
 
-    from flashonnx.export.schema import register_schema
+    from flashonnx.export.operator.schema import register_schema
 
     register_schema()
     light = _without_weights(model)
@@ -205,7 +205,7 @@ def _prepare_nodes(nodes: MutableSequence[onnx.NodeProto], booleans: set[str], t
     """Prepares each node and casts its mask; `taken` are the names of values, which the casts' join."""
     import onnx
 
-    from flashonnx.export.schema import DOMAIN, INPUTS, OP_TYPE, OUTPUTS
+    from flashonnx.export.operator.schema import DOMAIN, INPUTS, OP_TYPE, OUTPUTS
 
     position = 0
     casts: dict[str, str] = {}
@@ -240,7 +240,7 @@ def _is_prepared(node: onnx.NodeProto) -> bool:
 def _rewrite(node: onnx.NodeProto, inputs: dict[str, str], outputs: dict[str, str]) -> None:
     import onnx
 
-    from flashonnx.export.schema import ATTRIBUTES, default
+    from flashonnx.export.operator.schema import ATTRIBUTES, default
 
     given = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
     unknown = sorted(given.keys() - ATTRIBUTES.keys())

@@ -23,7 +23,7 @@ _TYPES = {
     **dict.fromkeys(("phi", "phi3"), "phi"),
     **{name: name for name in ("clip", "gpt_neox", "swin", "t5")},
     "mixtral": "gpt2",
-    "sam_vision": "sam2",
+    **dict.fromkeys(("sam", "sam_vision"), "sam2"),
     "diffusers UNet": "unet",
     "diffusers DiT": "mmdit",
 }

@@ -104,6 +104,33 @@ def _masked_pixels(sizes: Sizes) -> dict[str, Any]:
     return {"pixel_values": torch.randn(sizes.batch, 3, 64, 64), "pixel_mask": mask}
 
 
+_SAM_IMAGE = {"image_size": 32, "patch_size": 4}
+
+
+def _sam(attention: str) -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.SamConfig(
+        vision_config={**_SAM_IMAGE, "hidden_size": 32, "num_hidden_layers": 2, "mlp_dim": 64, "num_attention_heads": 4,
+                       "window_size": 4, "global_attn_indexes": [1], "output_channels": 16, "num_pos_feats": 8},
+        prompt_encoder_config={**_SAM_IMAGE, "hidden_size": 16, "mask_input_channels": 4},
+        mask_decoder_config={"hidden_size": 16, "mlp_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+                             "iou_head_hidden_dim": 16},
+    )  # fmt: skip
+    model = transformers.SamModel(config).eval()
+    model.set_attn_implementation(attention)
+    return model
+
+
+def _pointed(sizes: Sizes) -> dict[str, Any]:
+    points = 32 * torch.rand(sizes.batch, 1, sizes.sequence, 2)
+    return {"pixel_values": torch.randn(sizes.batch, 3, 32, 32), "input_points": points}
+
+
+_SAM_AXES = {"pixel_values": _BATCH, "input_points": {0: "batch", 2: "points"}}
+
+
 class Sample(torch.nn.Module):
     """A denoiser of diffusers: sample, timestep and what it attends to."""
 
@@ -200,6 +227,8 @@ ENTRIES = (
           window_size=4, sites=4),
     Entry("detr", lambda attention: Call(_detr(attention), _DETR_AXES), _masked_pixels, _DETR_AXES, sites=6,
           others=_OTHERS),
+    Entry("sam", lambda attention: Call(_sam(attention), _SAM_AXES), _pointed, _SAM_AXES, sites=9,
+          others=(Sizes(3, 3), Sizes(1, 1))),
     Entry("diffusers UNet", _unet, _unet_inputs, _UNET_AXES, sites=8, others=(Sizes(3, 11), Sizes(1, 4))),
     Entry("diffusers DiT", _dit, _dit_inputs, _DIT_AXES, sites=2, others=_OTHERS),
 )  # fmt: skip

@@ -12,6 +12,7 @@
 #include <vector_functions.h>
 
 #include <algorithm>
+#include <bit>
 #include <cfloat>
 #include <cmath>
 #include <cstdint>
@@ -178,6 +179,18 @@ inline int __syncthreads_or(int vote) {
 inline float __shfl_xor_sync(unsigned, float x, int distance) {
   return emulator::shuffle(x, emulator::machine.current ^ distance);
 }
+inline unsigned __ballot_sync(unsigned, bool vote) {
+  const int first = emulator::machine.current / 32 * 32;
+  emulator::Barrier& barrier = emulator::machine.warp_barriers[first / 32];
+  emulator::machine.exchange[emulator::machine.current] = vote;
+  emulator::wait(barrier, false);
+  unsigned votes = 0;
+  for (int lane = 0; lane < 32; ++lane)
+    votes |= static_cast<unsigned>(emulator::machine.exchange[first + lane] != 0) << lane;
+  emulator::wait(barrier, false);
+  return votes;
+}
+inline int __clz(int x) { return std::countl_zero(static_cast<unsigned>(x)); }
 inline float __shfl_sync(unsigned, float x, int lane) {
   return emulator::shuffle(x, emulator::machine.current / 32 * 32 + lane);
 }

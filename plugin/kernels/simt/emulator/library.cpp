@@ -3,7 +3,8 @@
 //
 //   g++ -std=c++20 -O1 -fPIC -shared -I plugin/kernels/simt/emulator -I plugin -I plugin/include \
 //       -isystem $CUDA/include -DFLASHONNX_VERSION='"emulated"' \
-//       plugin/kernels/{attention,validate}.cpp plugin/kernels/common/problem.cpp \
+//       plugin/kernels/{attention,resolve,validate,validate_cache}.cpp \
+//       plugin/kernels/common/problem.cpp plugin/kernels/cpu/{prepare,kernel_generic}.cpp \
 //       plugin/kernels/simt/emulator/library.cpp -o libflashonnx_emulated.so
 //   FLASHONNX_LIBRARY=libflashonnx_emulated.so pytest tests/test_kernels.py -k "cpu and not many"
 //
@@ -14,10 +15,13 @@
 #include <mutex>
 
 #include "kernels/cpu/concat.h"
+#include "kernels/cpu/task.h"
 #include "kernels/simt/bits16.cu"
 #include "kernels/simt/combine.cu"
 #include "kernels/simt/concat.cu"
 #include "kernels/simt/float32.cu"
+#include "kernels/simt/gathered_bits16.cu"
+#include "kernels/simt/gathered_float32.cu"
 #include "kernels/simt/launch.cu"
 
 extern "C" const char* cudaGetErrorString(cudaError_t) { return "emulated"; }
@@ -34,6 +38,9 @@ Params on_h200(const Params& params) {
 }
 
 }  // namespace
+
+// What comes before a cache's attention is the CPU's own.
+Rotate best_rotate() { return generic::rotate; }
 
 int64_t workspace(const Params& params) { return simt::workspace(on_h200(params)); }
 

@@ -1,0 +1,1 @@
+"""Models as files and as graphs: read, written out, given new nodes."""

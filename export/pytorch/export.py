@@ -1,0 +1,298 @@
+"""From a PyTorch module to an ONNX file in which attention is one node.
+
+Models of transformers go through their attention interface first (`transformers_route`), if all of their layers do.
+`scaled_dot_product_attention` and `torch.ops.flashonnx.attention` are caught before ONNX, by a translation table of
+torch's exporter, where their meaning is still whole: rank, masks, causality, grouped heads. What else is attention
+(hand-written softmax forms, `nn.MultiheadAttention` with weights) is left to `flashonnx.fuse`, which runs over the
+exported graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+    import torch
+    from flashonnx.export.pytorch import transformers_route
+    from flashonnx.export.reports.report import Report
+
+# Opset 20 is torch's own default, has Gelu as one operator, and ONNX Runtime's CUDA provider runs all of it. Torch at
+# opset 23 exports rotary embeddings in a form that ONNX Runtime refuses for batches, so newer opsets are for those who
+# ask.
+DEFAULT_OPSET = 20
+OLDEST_OPSET, NEWEST_OPSET = 18, 25  # torch exports at 18 and converts from there, silently not at all beyond 25
+
+_OURS = ("dynamo", "f", "opset_version", "fallback", "export_params", "keep_initializers_as_inputs")
+
+
+def export_onnx(
+    model: torch.nn.Module | torch.export.ExportedProgram,
+    args: tuple[Any, ...],
+    path: str | os.PathLike[str],
+    *,
+    dynamic_shapes: Any = None,
+    opset: int | None = None,
+    portable: bool = True,
+    external_data: bool | None = None,
+    kv_cache: str | None = None,
+    **kw: Any,
+) -> Report:
+    """Exports a PyTorch model to ONNX with its attention fused into `flashonnx::FlashAttention`.
+
+    Args:
+        model: the module, in eval mode for inference.
+        args: example positional inputs; keyword inputs go into `kwargs={...}`.
+        path: the file to write. It appears whole or not at all.
+        dynamic_shapes: as for `torch.onnx.export`; a name such as `{"input_ids": {0: "batch", 1: "sequence"}}` is
+            enough. Dimensions that are not named are fixed to those of the example inputs.
+        opset: of the standard operators, 18 to 25; default 20. FlashAttention itself is the same at any.
+        portable: add function bodies, so that the file also runs where the flashonnx library is not registered.
+        external_data: weights in `<path>.data` beside the file. Default: only if the model exceeds protobuf's 2 GB.
+        kv_cache: for decoders of transformers, one model for prompts and for single tokens, whose new keys and values
+            `FlashAttentionKVCache` appends to caches. "static": inputs are input_ids (batch, sequence), cache_lengths
+            (batch,) int64, the keys there are, and past_key_values.0.key, .value, ... (batch, heads, capacity, size);
+            outputs are logits and present.0.key, ..., the caches afterwards, to be bound to the same memory. "paged":
+            also block_table (batch, pages) int32, and caches (pages, page_size, heads, size). Prompts of several
+            lengths are padded on the right; what comes next overwrites the padding. `args` may be empty then, and
+            `kwargs` may hold what every call of the model gets, such as logits_to_keep.
+        kw: passed on to `torch.onnx.export` (`kwargs`, `input_names`, `output_names`, `custom_translation_table`, ...).
+
+    Returns:
+        The report: every attention site, fused or not, and why not.
+
+    Raises:
+        ImportError: torch or onnxscript is not installed.
+        OSError: there is no such folder, or the path is a folder.
+        ValueError: torch does not export at that opset.
+        torch.onnx.OnnxExporterError: torch cannot export the model; nothing is written.
+    """
+    torch = _torch()
+    for name in _OURS:
+        if name in kw:
+            hint = "use opset=" if name == "opset_version" else "export_onnx decides it"
+            raise TypeError(f"export_onnx: argument '{name}' is not passed on to torch.onnx.export: {hint}")
+    opset = DEFAULT_OPSET if opset is None else opset
+    if not OLDEST_OPSET <= opset <= NEWEST_OPSET:
+        raise ValueError(f"export_onnx: opset is expected to be {OLDEST_OPSET} to {NEWEST_OPSET}, got {opset}")
+    target = Path(path)
+    _check_target(target)
+
+    from flashonnx.export.operator import schema
+    from flashonnx.export.pytorch import nodes as torch_nodes
+
+    schema.register_schema()  # torch's exporter makes nodes from schemas
+    if kv_cache is not None:
+        kw |= {"dynamic_shapes": dynamic_shapes, "opset_version": opset}
+        return _with_cache(model, args, target, kv_cache, portable, external_data, kw)
+    kw["custom_translation_table"] = torch_nodes.table() | (kw.get("custom_translation_table") or {})
+    kw.setdefault("verbose", False)
+    kw |= {"dynamo": True, "dynamic_shapes": dynamic_shapes, "opset_version": opset}
+
+    def convert() -> tuple[ir.Model, Report]:
+        with _quiet(), _plain_modules(), torch.no_grad():
+            try:
+                program = torch.onnx.export(model, args, **kw)
+            except Exception as error:
+                if "transformers.cache_utils" in str(error):
+                    error.add_note("The model returns its cache: set model.config.use_cache = False before the export.")
+                raise
+        return program.model, _fuse(program.model, portable)
+
+    converted, notes = _by_route(model, convert)
+    exported, report = converted if converted is not None else convert()
+    _write(exported, target, external_data)
+    return dataclasses.replace(report, notes=(*notes, *report.notes))
+
+
+def _with_cache(
+    model: Any,
+    args: tuple[Any, ...],
+    target: Path,
+    kind: str,
+    portable: bool,
+    external_data: bool | None,
+    kw: dict[str, Any],
+) -> Report:
+    """export_onnx of a decoder whose caches are inputs and outputs."""
+    from flashonnx.export.operator.cache_schema import KV_CACHE
+    from flashonnx.export.pytorch import kv_cache, transformers_route
+    from flashonnx.export.pytorch import nodes as torch_nodes
+    from flashonnx.export.pytorch.kv_cache import CacheExportError
+
+    torch = _torch()
+    for name in ("dynamic_shapes", "input_names", "output_names"):
+        if kw.pop(name, None) is not None:
+            raise ValueError(f"export_onnx: argument '{name}' is not for kv_cache, which decides it")
+    reason = transformers_route.candidate(model)
+    if reason is not None:
+        why = reason or f"{type(model).__name__} is none"
+        raise CacheExportError(f"export_onnx: kv_cache is for models of transformers: {why}")
+    module, route, arguments = kv_cache.prepared(model, args, kind, dict(kw.pop("kwargs", None) or {}))
+    table = torch_nodes.table() | kv_cache.table() | (kw.pop("custom_translation_table", None) or {})
+    kw = {"verbose": False} | kw | arguments | {"dynamo": True, "custom_translation_table": table}
+    try:
+        with route, _quiet(), _plain_modules(), torch.no_grad():
+            exported = torch.onnx.export(module, **kw).model
+            report = _fuse(exported, portable)
+    except Exception as error:
+        why = transformers_route.why_not(route, error)
+        raise CacheExportError(f"export_onnx: {type(model).__name__} with kv_cache: {why}") from error
+    others = [site for site in report.sites if site.kind != KV_CACHE]
+    if others:
+        raise CacheExportError(f"export_onnx: '{others[0].node}' ({others[0].kind}) attends without kv_cache")
+    _write(exported, target, external_data)
+    sites = tuple(dataclasses.replace(site, kind="attention with a cache", reason="") for site in report.sites)
+    notes = (*(f"transformers: {remark}" for remark in route.remarks), *report.notes)
+    return dataclasses.replace(report, sites=sites, notes=notes)
+
+
+def _by_route(
+    model: Any, convert: Callable[[], tuple[ir.Model, Report]]
+) -> tuple[tuple[ir.Model, Report] | None, list[str]]:
+    """The export of a model of transformers through its interfaces, None if that cannot be; and what to say of it."""
+    from flashonnx.export.pytorch import transformers_route
+
+    reason = transformers_route.candidate(model)
+    if reason is None:
+        route = None
+        try:
+            with transformers_route.Route(model) as route:
+                exported, report = convert()
+        except Exception as error:  # whatever it was: the export without the route fails for it, too, or does not
+            reason = transformers_route.why_not(route, error)
+        else:
+            reason = _not_all(route, report)
+            if not reason:
+                return (exported, report), [f"transformers: {remark}" for remark in route.remarks]
+    return None, [f"transformers: exported as written, not through its attention interface: {reason}"] if reason else []
+
+
+def _not_all(route: transformers_route.Route, report: Report) -> str:
+    """Why a model did not attend through the route alone; empty if it did."""
+    others = [site for site in report.sites if site.kind != "torch.ops.flashonnx.attention"]
+    if not route.layers:
+        return "no layer asked for its attention function"
+    return f"'{others[0].node}' attends without it ({others[0].kind})" if others else ""
+
+
+def _fuse(model: ir.Model, portable: bool) -> Report:
+    """Fuses the whole model in place; the nodes of the translation table come into their best form by it."""
+    from flashonnx.export import Report, fusion
+    from flashonnx.export.operator import schema
+    from flashonnx.export.operator.cache_schema import KV_CACHE
+    from flashonnx.export.pytorch import exporter_faults
+
+    exporter_faults.spread_rotary_caches(model)
+    ours = (schema.DOMAIN, schema.OP_TYPE)
+    caught = [node for node in model.graph.all_nodes() if (node.domain, node.op_type) == ours]
+    for node in caught:
+        _tidy(node, schema.ATTRIBUTES)
+    for node in [node for node in model.graph.all_nodes() if (node.domain, node.op_type) == (schema.DOMAIN, KV_CACHE)]:
+        _tidy(node, schema.OPERATORS[KV_CACHE], outputs=3)
+    kinds = {node.name: _kind(node) for node in caught}
+    report = fusion.fuse_ir(model, portable=portable)
+    sites = [dataclasses.replace(site, kind=kinds.get(site.node, site.kind)) for site in report.sites]
+    return Report(tuple(sites), report.notes)
+
+
+def _kind(node: ir.Node) -> str:
+    """What stood in PyTorch's program where `node` is, from what the exporter notes beside it."""
+    for name in ("attention_outputs", "attention"):
+        if f"torch.ops.flashonnx.{name}.default" in node.metadata_props.get("pkg.torch.onnx.fx_node", ""):
+            return f"torch.ops.flashonnx.{name}"
+    return "scaled_dot_product_attention"
+
+
+def _check_target(path: Path) -> None:
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"export_onnx: cannot write '{path}': there is no folder '{path.parent}'")
+    if path.is_dir():
+        raise IsADirectoryError(f"export_onnx: cannot write '{path}': it is a folder; name a file in it")
+
+
+def _write(model: ir.Model, path: Path, external_data: bool | None) -> None:
+    """Writes the file, and its weights beside it if asked or needed: under other names first, then by renaming."""
+    import onnx
+    import onnx_ir as ir
+    from flashonnx.export.model.files import INLINE_LIMIT
+
+    if external_data is None:
+        weights = (value.const_value for value in model.graph.initializers.values())
+        external_data = sum(tensor.nbytes for tensor in weights if tensor is not None) > INLINE_LIMIT
+    data = f"{path.name}.data" if external_data else None
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+        temporary = Path(folder) / path.name
+        ir.save(model, temporary, external_data=data)
+        onnx.checker.check_model(str(temporary))
+        if data is not None and (Path(folder) / data).exists():
+            os.replace(Path(folder) / data, path.parent / data)
+        os.replace(temporary, path)
+
+
+def _tidy(node: ir.Node, defaults: Mapping[str, Any], outputs: int = 1) -> None:
+    """Drops what torch's exporter adds from the schema: outputs that nobody reads, attributes at their defaults."""
+    if not any(output.uses() or output.is_graph_output() for output in node.outputs[outputs:]):
+        node.resize_outputs(outputs)
+    for name, default in defaults.items():
+        if name in node.attributes and node.attributes[name].value == default:
+            del node.attributes[name]
+
+
+@contextlib.contextmanager
+def _plain_modules() -> Iterator[None]:
+    """Keeps PyTorch's transformer modules from what cannot be traced.
+
+    That is their fast path, operators without an ONNX form, and a look into the mask whether it is causal, which would
+    only be a hint beside the mask.
+    """
+    import torch
+    from torch.nn.modules import transformer
+
+    fast, look = torch.backends.mha.get_fastpath_enabled(), transformer._detect_is_causal_mask
+    torch.backends.mha.set_fastpath_enabled(False)
+    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        transformer._detect_is_causal_mask = look
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps back what torch's exporter says about itself, none of which is about the model."""
+    loggers = [logging.getLogger(f"torch.onnx._internal.exporter.{name}") for name in ("_core", "_registration")]
+
+    def keep(record: logging.LogRecord) -> bool:
+        return not record.msg.startswith(("Expected meta_vals to be a sequence", "torchvision is not installed"))
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="# The axis name")  # two inputs share a named dimension
+        warnings.filterwarnings("ignore", message=".*treespec, LeafSpec")
+        for logger in loggers:
+            logger.addFilter(keep)
+        try:
+            yield
+        finally:
+            for logger in loggers:
+                logger.removeFilter(keep)
+
+
+def _torch() -> Any:
+    try:
+        import onnxscript  # noqa: F401  torch.onnx needs it and says so late
+        import torch
+    except ImportError as error:
+        raise ImportError(
+            f"export_onnx needs PyTorch and onnxscript ({error}): pip install torch onnxscript"
+        ) from error
+    return torch

@@ -1,0 +1,1 @@
+"""What became of every attention: text, JSON, page, and the story of one node."""

@@ -1,0 +1,204 @@
+"""What fusion found and did, site by site, for people (text, HTML) and for programs (JSON)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from flashonnx.export.sites.matrices import Matrix, example_lengths
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+FUNCTION = "function "  # how the place of a site in a model-local function begins
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One attention in the model.
+
+    Attributes:
+        node: name of its central node (the Softmax, or the attention operator), prefixed by the
+            subgraph or function that holds it.
+        kind: what stood there, e.g. "Softmax", "Attention", "com.microsoft::MultiHeadAttention".
+        fused: whether a fused node stands there now.
+        reason: why not, in words that say what to change; for a fused site a remark or "".
+        became: the fused node in short, "" when not fused.
+        matrix: the scores, queries by keys, that stood there; None where not even their rank is known.
+        operators: what stood there, from the product of queries and keys to that with values, each as (type, name).
+    """
+
+    node: str
+    kind: str
+    fused: bool
+    reason: str
+    became: str = ""
+    matrix: Matrix | None = None
+    operators: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def is_inside_function(self) -> bool:
+        """Whether it is in a model-local function, or came from one."""
+        return FUNCTION in self.node
+
+    def bytes(self, lengths: Mapping[str, int]) -> int | None:
+        """Bytes of its scores at those lengths, which a fused node never forms; None if not known."""
+        return self.matrix.size(lengths) if self.matrix is not None else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Every attention site of a model, fused or not, in the model's order.
+
+    Attributes:
+        sites: what was found.
+        notes: what there is to say about the model as a whole.
+        given: lengths of named dimensions, see `at`.
+    """
+
+    sites: tuple[Site, ...] = ()
+    notes: tuple[str, ...] = ()
+    given: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def fused(self) -> int:
+        """How many sites are fused."""
+        return sum(site.fused for site in self.sites)
+
+    @property
+    def total(self) -> int:
+        """How many sites there are."""
+        return len(self.sites)
+
+    def at(self, lengths: Mapping[str, int]) -> Report:
+        """The same report with bytes at those lengths of named dimensions, e.g. {"batch": 8, "sequence": 512}.
+
+        A dimension that is not named there counts as 1 where it stands first, as a batch does, and as 1024 elsewhere.
+        """
+        return dataclasses.replace(self, given=dict(lengths))
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """The lengths that bytes are told for: those given, and examples for the rest."""
+        return example_lengths((site.matrix for site in self.sites if site.matrix is not None), self.given)
+
+    def bytes(self, *, fused: bool) -> int:
+        """Bytes of all scores, of the fused sites (which are not formed any more) or of the others, where known."""
+        lengths = self.lengths
+        return sum(site.bytes(lengths) or 0 for site in self.sites if site.fused is fused)
+
+    @property
+    def summary(self) -> str:
+        """One line."""
+        if not self.sites:
+            return "no attention found: the model is unchanged"
+        return f"{self.fused} of {self.total} attentions fused"
+
+    @property
+    def savings(self) -> str:
+        """What is not formed any more, and what still is, at which lengths; "" where no sizes are known."""
+        gone, left = self.bytes(fused=True), self.bytes(fused=False)
+        parts = [f"{in_units(gone)} of queries by keys no longer formed"] if gone else []
+        parts += [f"{in_units(left)} still formed"] if left else []
+        named = sorted({name for site in self.sites if site.matrix for dim in site.matrix.dims for name in dim.atoms})
+        lengths = ", ".join(f"{name}={self.lengths[name]}" for name in named if name in self.lengths)
+        return ", ".join(parts) + (f" (at {lengths})" if parts and lengths else "")
+
+    def lines(self) -> list[tuple[str, str]]:
+        """The text, line by line, each with what it is: summary, savings, fused, left, reason or note."""
+        lines = [("summary", self.summary)]
+        lines += [("savings", f"  {self.savings}")] if self.savings else []
+        for site in self.sites:
+            what = f"{site.kind} -> {site.became}" if site.became else site.kind
+            lines.append(("fused" if site.fused else "left", f"{site.node}: {what}"))
+            lines += [("reason", f"         {site.reason}")] if site.reason else []
+        return lines + [("note", f"note: {note}") for note in self.notes]
+
+    def __str__(self) -> str:
+        marks = {"fused": "  fused  ", "left": "  left   "}
+        return "\n".join(marks.get(kind, "") + text for kind, text in self.lines())
+
+    def __rich__(self) -> Text:
+        """The text in colours."""
+        from rich.text import Text
+
+        styles = {"summary": "bold", "savings": "dim", "reason": "yellow", "note": "italic"}
+        text = Text()
+        for kind, line in self.lines():
+            if kind in ("fused", "left"):
+                text.append(f"  {kind:<7}", "bold green" if kind == "fused" else "bold red")
+            text.append(f"{line}\n", styles.get(kind, ""))
+        text.rstrip()
+        return text
+
+    def explain(self, name: str) -> str:
+        """All that is known about the attention that node `name` is part of; "" if it is part of none."""
+        sites = [
+            site
+            for site in self.sites
+            if name in (site.node, site.node.rpartition(" / ")[2]) or name in (own for _, own in site.operators)
+        ]
+        return "\n".join(self._explained(site) for site in sites)
+
+    def _explained(self, site: Site) -> str:
+        size = site.bytes(self.lengths)
+        where = f" at {', '.join(f'{k}={v}' for k, v in self.lengths.items())}" if self.lengths else ""
+        facts = {
+            "operators": " > ".join(f"{kind} '{name}'" if name else kind for kind, name in site.operators),
+            "scores": f"{site.matrix}" if site.matrix is not None else "their shape is not known",
+            "bytes": f"{in_units(size)}{where}" if size is not None else "",
+            "became": site.became,
+            "remark" if site.fused else "why not": site.reason,
+        }
+        lines = [f"{site.node}: {site.kind}, {'fused' if site.fused else 'left as it was'}"]
+        return "\n".join([*lines, *(f"  {key:<11}{text}" for key, text in facts.items() if text)])
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """The report as a JSON object.
+
+        fused, total, lengths, bytes_saved, bytes_left, notes and sites; each of these node, kind, operators (pairs of
+        type and name), fused, reason, became, scores (dimensions as numbers and texts, null where not known) and bytes
+        (at the lengths, or null).
+        """
+        lengths = self.lengths
+        sites = [
+            {
+                "node": site.node,
+                "kind": site.kind,
+                "operators": [list(operator) for operator in site.operators],
+                "fused": site.fused,
+                "reason": site.reason,
+                "became": site.became,
+                "scores": list(site.matrix.names) if site.matrix is not None else None,
+                "bytes": site.bytes(lengths),
+            }
+            for site in self.sites
+        ]
+        content: dict[str, Any] = {
+            "fused": self.fused,
+            "total": self.total,
+            "lengths": lengths,
+            "bytes_saved": self.bytes(fused=True),
+            "bytes_left": self.bytes(fused=False),
+            "sites": sites,
+            "notes": list(self.notes),
+        }
+        return json.dumps(content, indent=indent)
+
+    def to_html(self) -> str:
+        """The report as one self-contained HTML page."""
+        from flashonnx.export.reports.page import page
+
+        return page(self)
+
+
+def in_units(count: int) -> str:
+    """Bytes for people: "12.6 MB"."""
+    size, unit = float(count), "bytes"
+    for following in ("kB", "MB", "GB", "TB", "PB"):
+        if size < 1000:
+            break
+        size, unit = size / 1000, following
+    return f"{size:.3g} {unit}"

@@ -1,0 +1,1 @@
+"""Where a model attends: each softmax between two products, each attention operator."""

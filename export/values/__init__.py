@@ -1,0 +1,1 @@
+"""What is known about values: symbolic shapes, integers in shape tensors, constants."""

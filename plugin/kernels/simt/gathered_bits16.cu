@@ -1,0 +1,10 @@
+#include "kernels/simt/launch.cuh"
+
+namespace flashonnx::simt {
+
+flashonnx_status launch_gathered_16bit(const Problem& problem, int64_t shared_limit,
+                                       cudaStream_t stream) {
+  return launch_type<uint16_t, true>(problem, shared_limit, stream);
+}
+
+}  // namespace flashonnx::simt

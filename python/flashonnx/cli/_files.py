@@ -1,0 +1,88 @@
+"""Files that commands read and write."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+Input = Annotated[Path, typer.Argument(help="ONNX file.", show_default=False)]
+_PROTOBUF_LIMIT = 2**31 - 1
+
+
+def report_files(wanted: Sequence[str] | None, kinds: Sequence[str], stem: Path) -> dict[str, Path]:
+    """Where reports go, by kind: "html" is `stem`.html, "folder/page.html" is that file.
+
+    Raises:
+        ValueError: another kind than those.
+        OSError: a file that cannot be written.
+    """
+    files: dict[str, Path] = {}
+    for text in wanted or []:
+        kind = text if text in kinds else Path(text).suffix.removeprefix(".").lower()
+        if kind not in kinds:
+            raise ValueError(f"--report is expected to be {' or '.join(kinds)}, or a file that ends so, got '{text}'")
+        path = stem.with_name(f"{stem.name}.{kind}") if text in kinds else Path(text)
+        check_writable(path)
+        files[kind] = path
+    return files
+
+
+def check_writable(path: Path) -> None:
+    """Raises what would keep a file from being written there, before any work is done.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        IsADirectoryError: it is a folder itself.
+    """
+    if not path.absolute().parent.is_dir():
+        raise FileNotFoundError(f"cannot write '{path}': there is no folder '{path.parent}'")
+    if path.is_dir():
+        raise IsADirectoryError(f"cannot write '{path}': it is a folder")
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """Whole or not at all."""
+    with tempfile.TemporaryDirectory(dir=path.absolute().parent, prefix=f".{path.name}.") as folder:
+        temporary = Path(folder) / path.name
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(temporary, Path(os.path.realpath(path)))
+
+
+def write_model(path: Path, model: Any) -> None:
+    """Whole or not at all; beyond protobuf's 2 GB with weights in `path`.data."""
+    import onnx
+
+    if model.ByteSize() <= _PROTOBUF_LIMIT:
+        write(path, model.SerializeToString())
+    else:
+        onnx.save_model(model, path, save_as_external_data=True, location=f"{path.name}.data")
+
+
+def given_inputs(paths: Sequence[Path] | None) -> list[Mapping[str, Any]] | None:
+    """The cases in .npz files, one a file; None without files.
+
+    Raises:
+        OSError: a file is missing.
+        ValueError: one is something else.
+    """
+    return [_arrays(path) for path in paths] if paths else None
+
+
+def _arrays(path: Path) -> dict[str, Any]:
+    import numpy as np
+
+    expected = f"--inputs is expected to be an .npz file, as numpy.savez(path, **inputs) writes it; '{path}'"
+    try:
+        arrays = np.load(path)
+        if isinstance(arrays, np.lib.npyio.NpzFile):
+            with arrays:
+                return dict(arrays)
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{expected} is none: {error}") from error
+    raise ValueError(f"{expected} holds one array without a name")

@@ -1,0 +1,36 @@
+"""`flashonnx unfuse`."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flashonnx.cli._files import Input, check_writable
+from flashonnx.cli._output import Json, emit, say, working
+
+
+def unfuse(
+    model: Input,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="ONNX file to write.", show_default=False)
+    ],
+    json: Json = False,
+) -> None:
+    """Go back from FlashAttention to standard operators. Exits with 1 if a node could not be replaced."""
+    import flashonnx
+
+    check_writable(output)
+    with working(f"unfusing {model.name}"):
+        _, report = flashonnx.unfuse(model, output)
+    if json:
+        emit(json_module.loads(report.to_json()) | {"output": output})
+    else:
+        say(f"{report.total - report.fused} of {report.total} FlashAttention nodes are standard operators again")
+        for site in report.sites:
+            if site.fused:
+                say(f"  left  {site.node}: {site.reason}")
+    if report.fused:
+        raise typer.Exit(1)

@@ -1,0 +1,237 @@
+"""export_onnx with caches as inputs and outputs: one model that generates what transformers generates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+flashonnx = pytest.importorskip("flashonnx")
+from flashonnx.export import unfuse  # noqa: E402
+from models import has_library  # noqa: E402
+from transformers_models import _GROUPED  # noqa: E402
+
+CAPACITY, NEW = 32, 12
+PROMPTS = ([5, 17, 33, 60, 2, 41, 7], [11, 8, 23])
+_CACHED = {name: value for name, value in _GROUPED.items() if name != "use_cache"}
+_GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 99, "n_positions": 64, "bos_token_id": 0}
+_MORE = {"sliding_window": 4, "head_dim": 8}
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", _CACHED),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", _GPT),
+    "mistral": ("MistralForCausalLM", "MistralConfig", {**_CACHED, "sliding_window": 4}),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", _CACHED),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**_CACHED, "head_dim": 16}),
+    "phi": ("PhiForCausalLM", "PhiConfig", _CACHED),  # part of the head is rotated
+    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {n: x for n, x in _CACHED.items() if n[:7] != "num_key"}),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**_CACHED, **_MORE}),  # a softcap
+    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig",
+               {**_CACHED, **_MORE, "layer_types": ["sliding_attention", "full_attention"]}),
+    "gpt_oss": ("GptOssForCausalLM", "GptOssConfig",
+                {**_CACHED, **_MORE, "num_local_experts": 4, "num_experts_per_tok": 2,
+                 "experts_implementation": "batched_mm",
+                 "layer_types": ["sliding_attention", "full_attention"]}),
+}  # fmt: skip
+EVERYDAY = ("llama", "gpt2")
+EACH = [pytest.param(name, marks=[] if name in EVERYDAY else pytest.mark.slow) for name in MODELS]
+
+
+def made(name: str) -> Any:
+    """A model with enough in its weights that tokens differ."""
+    model, config, given = MODELS[name]
+    torch.manual_seed(1)
+    result = getattr(transformers, model)(getattr(transformers, config)(**given)).eval()
+    with torch.no_grad():
+        for parameter in result.parameters():
+            parameter.mul_(4.0 if parameter.ndim > 1 else 1.0)
+    result.generation_config.eos_token_id = None
+    result.generation_config.pad_token_id = 0
+    return result
+
+
+def expected(model: Any, prompt: list[int], new: int = NEW) -> list[int]:
+    """What transformers generates by itself."""
+    with torch.no_grad():
+        out = model.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False)
+    return out[0, len(prompt) :].tolist()
+
+
+class Generation:
+    """A session with its caches, which hold NaN where nothing was written."""
+
+    def __init__(self, path: Path, batch: int, *, library: bool = True, pages: Any = None) -> None:
+        model = onnx.load(path)
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        providers = ["CPUExecutionProvider"]
+        self.session = (
+            flashonnx.session(model, providers, options)
+            if library
+            else ort.InferenceSession(model.SerializeToString(), options, providers=providers)
+        )
+        sizes = {"batch": batch, "capacity": CAPACITY, "pages": 20, "page_size": 4}
+        self.caches = {}
+        for value in model.graph.input:
+            if value.name.startswith("past_key_values."):
+                shape = [dim.dim_value or sizes[dim.dim_param] for dim in value.type.tensor_type.shape.dim]
+                self.caches[value.name] = np.full(shape, np.nan, np.float32)
+        self.lengths = np.zeros(batch, np.int64)
+        self.pages = {} if pages is None else {"block_table": pages}
+
+    def step(self, ids: np.ndarray, new: np.ndarray | None = None) -> np.ndarray:
+        """Logits of `ids`, of which sentence b has the first `new[b]` alone, or all."""
+        given = {"input_ids": ids, "cache_lengths": self.lengths, **self.pages, **self.caches}
+        logits, *presents = self.session.run(None, given)
+        self.caches = dict(zip(self.caches, presents, strict=True))
+        self.lengths = self.lengths + (ids.shape[1] if new is None else new)
+        return logits
+
+    def generate(self, prompts: tuple[list[int], ...], chunk: int = 0, new: int = NEW) -> list[list[int]]:
+        """Greedily: prompts padded on the right, or of one length and in chunks, then token by token."""
+        counts = np.array([len(prompt) for prompt in prompts])
+        ids = np.array([prompt + [0] * (counts.max() - len(prompt)) for prompt in prompts])
+        if chunk:
+            for start in range(0, ids.shape[1], chunk):
+                logits = self.step(ids[:, start : start + chunk])
+            last = logits[:, -1]
+        else:
+            last = self.step(ids, counts)[np.arange(len(prompts)), counts - 1]
+        found = [last.argmax(-1)]
+        while len(found) < new:
+            found.append(self.step(found[-1][:, None])[:, -1].argmax(-1))
+        return np.stack(found, 1).tolist()
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Exports each model once."""
+    folder, done = tmp_path_factory.mktemp("caches"), {}
+
+    def of(name: str) -> tuple[Any, Path]:
+        if name not in done:
+            model, path = made(name), folder / f"{name}.onnx"
+            report = flashonnx.export_onnx(model, (), path, kv_cache="static")
+            assert report.fused == report.total == 2, str(report)
+            onnx.checker.check_model(onnx.load(path), full_check=True)
+            done[name] = model, path
+        return done[name]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    "library", [False, pytest.param(True, marks=pytest.mark.skipif(not has_library(), reason="lib"))]
+)
+@pytest.mark.parametrize("name", EACH)
+def test_generates_what_transformers_does(name: str, library: bool, exported: Any) -> None:
+    """Two prompts of different lengths at once, beyond every window; by the library and by the bodies."""
+    model, path = exported(name)
+    want = [expected(model, prompt) for prompt in PROMPTS]
+    assert len({token for tokens in want for token in tokens}) > 4, "too monotonous to tell"
+    assert Generation(path, 2, library=library).generate(PROMPTS) == want
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7])
+def test_prompts_in_chunks(chunk: int, exported: Any) -> None:
+    model, path = exported("llama")
+    generation = Generation(path, 1, library=has_library())
+    assert generation.generate(PROMPTS[:1], chunk) == [expected(model, PROMPTS[0])]
+    assert generation.lengths.tolist() == [len(PROMPTS[0]) + NEW - 1]
+
+
+def test_inputs_and_outputs(exported: Any) -> None:
+    _, path = exported("llama")
+    graph = onnx.load(path).graph
+    shapes = {
+        value.name: [d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim]
+        for value in [*graph.input, *graph.output]
+    }
+    cache = ["batch", 2, "capacity", 8]
+    numbered = [f"{i}.{name}" for i in (0, 1) for name in ("key", "value")]
+    assert shapes == {
+        "input_ids": ["batch", "sequence"],
+        "cache_lengths": ["batch"],
+        **{f"past_key_values.{name}": cache for name in numbered},
+        "logits": ["batch", "sequence", 99],
+        **{f"present.{name}": cache for name in numbered},
+    }
+    assert not {"Softmax", "Where", "Trilu"} & {node.op_type for node in graph.node}  # no masks
+
+
+def test_windows_are_attributes(exported: Any) -> None:
+    _, path = exported("mistral")
+    nodes = [node for node in onnx.load(path).graph.node if node.domain == "flashonnx"]
+    assert [[a.i for a in node.attribute if a.name == "left_window_size"] for node in nodes] == [[3], [3]]
+
+
+def test_last_logits_alone(tmp_path: Path) -> None:
+    """What the model takes besides goes into every call."""
+    model, path = made("llama"), tmp_path / "last.onnx"
+    flashonnx.export_onnx(model, (), path, kv_cache="static", kwargs={"logits_to_keep": 1})
+    generation = Generation(path, 1, library=has_library())
+    assert generation.step(np.array(PROMPTS[:1])).shape == (1, 1, 99)
+
+
+@pytest.mark.skipif(not has_library(), reason="pages need the library")
+def test_pages(tmp_path: Path) -> None:
+    """Two sentences in pages that lie anywhere; the report says that no runtime but ours has them."""
+    model, path = made("llama"), tmp_path / "paged.onnx"
+    report = flashonnx.export_onnx(model, (), path, kv_cache="paged")
+    assert "block_table" in report.notes[0]
+    pages = np.random.default_rng(0).permutation(20)[:12].reshape(2, 6).astype(np.int32)
+    got = Generation(path, 2, pages=pages).generate(PROMPTS)
+    assert got == [expected(model, prompt) for prompt in PROMPTS]
+
+
+def test_back_to_standard_operators(exported: Any, tmp_path: Path) -> None:
+    model, path = exported("llama")
+    _, report = unfuse(path, tmp_path / "plain.onnx")
+    assert report.fused == 0
+    got = Generation(tmp_path / "plain.onnx", 1, library=False).generate(PROMPTS[:1], new=4)
+    assert got == [expected(model, PROMPTS[0], 4)]
+
+
+_PLAIN = {name: value for name, value in _CACHED.items() if name != "num_key_value_heads"}
+_OPT = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+REFUSED: dict[str, tuple[Any, str]] = {
+    "no cache": (lambda: transformers.BertModel(transformers.BertConfig(**_PLAIN)), "keeps no keys"),
+    "ALiBi": (
+        lambda: transformers.BloomForCausalLM(
+            transformers.BloomConfig(vocab_size=99, n_layer=2, n_head=4, hidden_size=32)
+        ),
+        "does not ask transformers",
+    ),
+    "positions from a mask": (
+        lambda: transformers.OPTForCausalLM(transformers.OPTConfig(vocab_size=99, **_OPT)),
+        "asks its cache for 'get_seq_length'",
+    ),
+    "not of transformers": (lambda: torch.nn.Linear(2, 2), "models of transformers"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str, tmp_path: Path) -> None:
+    make, words = REFUSED[name]
+    with pytest.raises(ValueError, match="kv_cache") as raised:
+        flashonnx.export_onnx(make().eval(), (), tmp_path / "model.onnx", kv_cache="static")
+    assert words in str(raised.value), str(raised.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_arguments(tmp_path: Path) -> None:
+    model = made("llama")
+    for given, words in (
+        ({"kv_cache": "ragged"}, "one of static, paged"),
+        ({"kv_cache": "static", "dynamic_shapes": {}}, "dynamic_shapes"),
+        ({"kv_cache": "static", "output_names": ["y"]}, "output_names"),
+        ({"kv_cache": "static", "kwargs": {"attention_mask": torch.ones(1, 2)}}, "cache_lengths"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            flashonnx.export_onnx(model, (), tmp_path / "model.onnx", **given)
+    assert model.config._attn_implementation != "onnx_fused"

@@ -1,0 +1,182 @@
+"""`flashonnx bench`: who is measured, who gets no time, what is written. No speed."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from cli_driver import Command, flashonnx_command, plain, written_out
+from flashonnx.cli._contenders import Contender, Operator, graph, wrong
+from flashonnx.cli._measure import Result, measure
+from flashonnx.reference import attention
+
+onnxruntime = pytest.importorskip("onnxruntime")
+__all__ = ["flashonnx_command", "plain"]
+QUICK = ("--budget", "0.001", "--device", "cpu")
+
+
+def test_operations_are_counted_by_hand() -> None:
+    problem = Operator(2, 4, 2, 16, "float32", False)
+    assert problem.flops(10) == 4 * 2 * 4 * 10 * 10 * 16
+    assert Operator(2, 4, 2, 16, "float32", True).flops(10) == 2 * 2 * 4 * 10 * 10 * 16
+
+
+def truth(problem: Operator, length: int) -> Any:
+    """(B, S, H D), by the reference of the operator, which the command does not use."""
+    q, k, v = (
+        x.astype(np.float64).reshape(problem.batch, length, -1, problem.size).swapaxes(1, 2)
+        for x in problem.arrays(length).values()
+    )
+    y = attention(q, k, v, is_causal=problem.causal)[0]
+    return y.swapaxes(1, 2).reshape(problem.batch, length, -1).astype(problem.dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_wrong_answers_are_seen(dtype: str, causal: bool) -> None:
+    problem = Operator(2, 4, 2, 8, dtype, causal)
+    right = truth(problem, 33)
+    assert wrong(problem, 33, right) == ""
+    spoilt = right.copy()
+    spoilt[1, 32, 5] += 0.05
+    assert "off by" in wrong(problem, 33, spoilt)
+    assert "off by" in wrong(problem, 33, truth(Operator(2, 4, 2, 8, dtype, not causal), 33))
+    spoilt[1, 32, 5] = np.nan
+    assert wrong(problem, 33, spoilt)
+
+
+@pytest.mark.parametrize("form", ["FlashAttention", "Attention", "unfused"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_models_of_the_operator(form: str, causal: bool) -> None:
+    """Each form computes the problem, grouped heads included."""
+    import flashonnx
+
+    problem = Operator(2, 4, 2, 8, "float32", causal)
+    y = flashonnx.session(graph(problem, 9, form)).run(None, problem.arrays(9))[0]
+    np.testing.assert_allclose(y, truth(problem, 9), atol=1e-5)
+    assert wrong(problem, 9, y) == ""
+
+
+class Stub(Contender):
+    """Notes when it is called; fails from some length on."""
+
+    def __init__(self, name: str, turns: list[str], fails_at: int = 10**9, ours: bool = False) -> None:
+        self.closed = 0
+
+        def opened(length: int) -> Callable[[], None]:
+            if length >= fails_at:
+                raise RuntimeError("too long\nby far")
+            return lambda: turns.append(name)
+
+        super().__init__(name, opened, ours, read=lambda: [name], close=self._close)
+
+    def _close(self) -> None:
+        self.closed += 1
+
+
+def test_turns_and_failures() -> None:
+    turns: list[str] = []
+    stubs = [Stub("a", turns, ours=True), Stub("b", turns, fails_at=20), Stub("c", turns)]
+
+    def judge(length: int, name: str, outputs: list[Any]) -> str:
+        assert outputs == [name]
+        return "wrong: a lot" if name == "c" and length == 10 else ""
+
+    results = measure(stubs, [20, 10, 30], "cpu", 0.0, lambda n: 1e9 * n, judge)
+    assert [(r.length, r.contender, r.status) for r in results] == [
+        (10, "a", "measured"),
+        (10, "b", "measured"),
+        (10, "c", "wrong: a lot"),
+        (20, "a", "measured"),
+        (20, "b", "no: too long"),
+        (30, "a", "measured"),
+    ]
+    assert all((r.median_ms is not None) == (r.status == "measured") for r in results)
+    assert all(r.low_ms <= r.median_ms <= r.high_ms and r.rounds >= 3 for r in results if r.median_ms is not None)
+    assert results[0].tflops == pytest.approx(1e9 * 10 / (results[0].median_ms or 1) * 1e3 / 1e12)
+    assert turns[:5] == ["a", "b", "c", "a", "b"]  # the first call of each, then rounds of those that are in
+    assert stubs[0].closed >= 3
+
+
+def test_peak_memory_is_what_a_call_takes() -> None:
+    class Hungry(Stub):
+        def __init__(self) -> None:
+            super().__init__("hungry", [])
+            self.open = lambda length: lambda: np.ones(length << 20, np.uint8).sum()
+
+    (result,) = measure([Hungry()], [64], "cpu", 0.0)
+    if result.peak_bytes is None:
+        pytest.skip("the system does not tell")
+    assert 0.9 * (64 << 20) < result.peak_bytes < 2 * (64 << 20)
+
+
+def test_the_operator(flashonnx_command: Command) -> None:
+    reports = [argument for kind in ("csv", "json") for argument in ("--report", kind)]
+    shape = ("--lengths", "8,16", "--heads", "2", "--size", "8", "--peers", "unfused,ORT Attention")
+    said = flashonnx_command("bench", *QUICK, *shape, *reports)
+    assert "batch 1, 2 heads of 8, float32" in said and "peak memory" in said
+    rows = list(csv.DictReader(Path("attention.bench.csv").read_text().splitlines()))
+    assert [row["contender"] for row in rows] == 2 * ["flashonnx", "ORT Attention", "unfused"]
+    assert all(row["status"] == "measured" and float(row["median_ms"]) > 0 for row in rows)
+    content = json.loads(Path("attention.bench.json").read_text())
+    assert [row["length"] for row in content["results"]] == 3 * [8] + 3 * [16]
+    done = flashonnx_command.json("bench", *QUICK, *shape, "--causal", "--kv-heads", "1", "--batch", "2")
+    assert done["title"] == "Attention: batch 2, 2 / 1 heads of 8, float32, causal"
+    assert "ONNX Runtime" in done["environment"]
+
+
+def test_a_model(plain: Path, flashonnx_command: Command) -> None:
+    """Fused on the way or given; what varies is each dimension but the batch."""
+    done = flashonnx_command.json("bench", plain, "--lengths", "5,9", "--batch", "3", *QUICK)
+    assert done["title"] == "plain.onnx, by sequence"
+    assert {(r["contender"], r["length"], r["status"]) for r in done["results"]} == {
+        (name, length, "measured") for name in ("fused", "original") for length in (5, 9)
+    }
+    flashonnx_command("fuse", plain, "-o", "fused.onnx")
+    said = flashonnx_command("bench", plain, "fused.onnx", "--dim", "sequence=7", *QUICK)
+    assert "whose shapes are fixed" in said and "original" in said
+    assert "no input" in flashonnx_command("bench", plain, "--dim", "length=7", *QUICK, code=2)
+
+
+def test_a_wrong_model_gets_no_time(plain: Path, flashonnx_command: Command) -> None:
+    onnx.save(written_out(scale=3.0), "wrong.onnx")
+    done = flashonnx_command.json("bench", plain, "wrong.onnx", "--lengths", "9", *QUICK, code=1)
+    results = {r["contender"]: r for r in done["results"]}
+    assert results["fused"]["status"].startswith("wrong: off by") and results["fused"]["median_ms"] is None
+    assert results["original"]["status"] == "measured"
+
+
+def test_a_model_without_fused_attention(flashonnx_command: Command) -> None:
+    onnx.save(written_out(exposed=True), "exposed.onnx")
+    said = flashonnx_command("bench", "exposed.onnx", "--lengths", "5", *QUICK, code=2)
+    assert "no attention of exposed.onnx was fused" in said
+
+
+def results() -> list[Result]:
+    made = []
+    for length in (64, 128, 256):
+        made.append(Result("flashonnx", length, ours=True, median_ms=length / 64, low_ms=1.0, high_ms=2.0, tflops=0.1,
+                           peak_bytes=length << 10))  # fmt: skip
+        made.append(Result("unfused", length, median_ms=(length / 64) ** 2, low_ms=1.0, high_ms=2.0, tflops=0.05,
+                           peak_bytes=length**2 << 4))  # fmt: skip
+    return [*made, Result("ORT MultiHeadAttention", 64, "no: <unknown> type")]
+
+
+def test_reports(flashonnx_command: Command) -> None:
+    pytest.importorskip("matplotlib")
+    from flashonnx.cli._bench_page import page
+    from flashonnx.cli._figures import growth
+
+    content = {"title": "Attention: a & b", "environment": {"device": "a CPU"}}
+    text = page(content, results())
+    assert "4.00×" in text and "Attention: a &amp; b" in text and "&lt;unknown&gt;" in text
+    assert 'src="data:image/png;base64,' in text
+    assert not any(word in text for word in ("http://", "https://", "<script", "<link"))
+    assert growth("t", results()).startswith(b"\x89PNG")
+    assert growth("t", [r for r in results() if r.length == 64]).startswith(b"\x89PNG")

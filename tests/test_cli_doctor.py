@@ -1,0 +1,114 @@
+"""`flashonnx doctor`: what it finds here, and what it says of machines on which something is wrong."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import flashonnx
+import numpy as np
+import pytest
+from cli_driver import Command, flashonnx_command
+from flashonnx.cli import _checks
+from flashonnx.reference import attention
+
+onnxruntime = pytest.importorskip("onnxruntime")
+__all__ = ["flashonnx_command"]
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the slow ones, which start processes."""
+    kept = {name: check for name, check in _checks.every().items() if not name.startswith("TensorRT")}
+    monkeypatch.setattr(_checks, "every", lambda: kept)
+
+
+def state(done: Any) -> dict[str, str]:
+    return {check["name"]: check["state"] for check in done["checks"]}
+
+
+def test_this_machine(few: None, flashonnx_command: Command) -> None:
+    done = flashonnx_command.json("doctor")
+    found = state(done)
+    assert done["ok"] and {found[name] for name in ("library", "kernels", "ONNX Runtime", "ONNX Runtime CPU")} == {"ok"}
+    text = {check["name"]: check["found"] for check in done["checks"]}
+    assert flashonnx.library_path() in text["library"] and "cpu (float32, float16, bfloat16)" in text["kernels"]
+    assert onnxruntime.__version__ in text["ONNX Runtime"]
+    said = flashonnx_command("doctor")
+    assert "Nothing is wrong here." in said and "✓ library" in said
+
+
+def test_a_missing_and_a_foreign_library(
+    few: None, flashonnx_command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FLASHONNX_LIBRARY", str(tmp_path / "missing.so"))
+    done = flashonnx_command.json("doctor", code=1)
+    checks = {check["name"]: check for check in done["checks"]}
+    assert not done["ok"] and checks["library"]["state"] == "wrong"
+    assert "does not exist" in checks["library"]["found"] and "unset it" in checks["library"]["todo"]
+    foreign = next(Path(onnxruntime.__file__).parent.glob("capi/*.so*"))
+    monkeypatch.setenv("FLASHONNX_LIBRARY", str(foreign))
+    said = flashonnx_command("doctor", code=1)
+    assert "a shared library, but not flashonnx's" in said and "to mend: library" in said
+
+
+def test_no_and_old_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", types.SimpleNamespace(__version__="1.20.1"))
+    check = _checks.onnxruntime()
+    assert check.state == "wrong" and "found 1.20.1" in check.found and "pip install" in check.todo
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    assert "cannot be imported" in _checks.onnxruntime().found
+
+
+def test_two_packages_over_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_checks, "_version", lambda name: "1.32.0")
+    check = _checks.onnxruntime()
+    assert check.state == "wrong" and "uninstall both" in check.todo
+
+
+def test_a_session_that_computes_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_checks, "_truth", lambda *x: np.ones((1, 33, 64)))
+    check = _checks._session("ONNX Runtime CPU", "CPUExecutionProvider")
+    assert check.state == "wrong" and "off by" in check.found
+
+
+def test_its_truth_is_that_of_the_reference() -> None:
+    x = np.random.default_rng(1).standard_normal((3, 1, 33, 64)).astype(np.float32)
+    q, k, v = (part.astype(np.float64).reshape(1, 33, 4, 16).swapaxes(1, 2) for part in x)
+    expected = attention(q, k, v, is_causal=True)[0].swapaxes(1, 2).reshape(1, 33, 64)
+    np.testing.assert_allclose(_checks._truth(*x), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize(("version", "expected"), [("580.65.06", "ok"), ("570.1", "warning"), ("", "ok")])
+def test_drivers(version: str, expected: str) -> None:
+    check = _checks._judged(version, "CUDA 13.0", "")
+    assert check.state == expected and ("580" in check.todo) == (expected == "warning")
+
+
+def test_old_and_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_checks, "_version", lambda name: {"torch": "2.5.0"}.get(name))
+    old = _checks._optional("PyTorch", "torch", (2, 9), "to export models")
+    assert old.state == "warning" and old.todo == "pip install 'torch>=2.9'"
+    assert _checks._optional("Polygraphy", "polygraphy", (0, 53), "to compare", "polygraphy").state == "absent"
+    assert _checks.packages().state in ("wrong", "warning")
+
+
+@pytest.mark.tensorrt
+def test_tensorrt_rtx() -> None:
+    """The plugin is registered in a process of its own; a module that ends the process is an answer too."""
+    pytest.importorskip("tensorrt_rtx")
+    check = _checks._tensorrt("TensorRT-RTX", "tensorrt_rtx")
+    if "adapter" in check.found:
+        pytest.skip("a library without TensorRT's adapter")
+    assert check.state == "ok", check
+    assert "the plugin registers" in check.found
+
+
+def test_a_broken_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_checks, "_REGISTER", "import json\nprint('{module}')\nraise SystemExit('boom: it is broken')")
+    check = _checks._tensorrt("TensorRT", "json")
+    assert check.state == "wrong" and "it is broken" in check.found
+    monkeypatch.setattr(_checks, "_REGISTER", "import os\nos.abort()  # {module}")
+    assert _checks._tensorrt("TensorRT", "json").found == "the process ended with -6"
