@@ -21,7 +21,7 @@ struct Tiling {
   // Shared memory: a ring of tiles for each warp; Q; a barrier for, and what other blocks of the
   // cluster send: 16-byte pieces of outputs and {maximum, sum} of each row; then the warps' own of
   // these.
-  static constexpr int kMaxCluster = 16;
+  static constexpr int kMaxCluster = 8;
   static constexpr int kTileBytes = kKeys * kDim * 2;
   static constexpr int kStageBytes = 2 * kTileBytes;  // K, V
   static constexpr int kRingBytes = kStages * kStageBytes;

@@ -52,7 +52,7 @@ int64_t warps_of(const Shape& shape, int64_t shared_memory, int64_t resident) {
 
 // Blocks of a cluster can send each other their results; where there are none, 1.
 int64_t max_cluster(const flashonnx_device& device) {
-  return device.arch == 90 && device.sm_count >= 64 ? 8 : 1;
+  return device.arch == 90 && device.sm_count >= 64 ? Tiling128::kMaxCluster : 1;
 }
 
 struct Split {
