@@ -157,7 +157,7 @@ def _by_rules(fusion: Fusion, candidate: Candidate) -> tuple[Site, ir.Node | Non
             apply(fusion, rewrite)
             node = rewrite.output.producer()
             assert node is not None
-            if candidate.kind in ("Attention", schema.OP_TYPE):
+            if candidate.kind == "Attention" or candidate.kind in schema.OPERATORS:
                 node.name = candidate.node.name
             return Site(name, candidate.kind, True, rewrite.remark, describe(fusion, node)), node
     if candidate.kind in schema.OPERATORS:  # it is what it shall be, if not in its best form

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flashonnx.export.rules.attention_op import StandardAttention
 from flashonnx.export.rules.base import Fusion, Rewrite, Rule
+from flashonnx.export.rules.cache_inputs import KVCache
 from flashonnx.export.rules.group_query import GroupQueryAttention, Unsupported
 from flashonnx.export.rules.multi_head import MultiHeadAttention, PackedProjection
 from flashonnx.export.rules.packed_sentences import PackedMultiHead, Paged
@@ -17,6 +18,7 @@ RULES: tuple[Rule, ...] = (
     PackedProjection(),
     GroupQueryAttention(),
     PackedMultiHead(),
+    KVCache(),
     Paged(),
     Unsupported(),
 )
