@@ -169,15 +169,16 @@ class Generator:
             self._table = np.full((self.batch, per_request), -1, np.int32)
             self._free = list(range(self.pages))
             self._pages = bound["block_table"] = self._value(self._table.shape, np.int32)
+        self._caches: dict[str, Any] = {}
         for name, value in self._inputs.items():
             if name.startswith(_PAST):
                 shape = [size if isinstance(size, int) else sizes[size] for size in value.shape]
-                bound[name] = self._value(shape, _TYPES[value.type])
+                self._caches[name] = self._value(shape, _TYPES[value.type])
         for binding in (self._prompt, self._single):
-            for name, value in bound.items():
+            for name, value in (bound | self._caches).items():
                 binding.bind_ortvalue_input(name, value)
-                if name.startswith(_PAST):
-                    binding.bind_ortvalue_output(_PRESENT + name.removeprefix(_PAST), value)
+            for name, value in self._caches.items():
+                binding.bind_ortvalue_output(_PRESENT + name.removeprefix(_PAST), value)
 
     def _value(self, shape: Sequence[int], dtype: Any) -> Any:
         return self._ort.OrtValue.ortvalue_from_shape_and_type(list(shape), dtype, *self._place)
