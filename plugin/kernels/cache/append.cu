@@ -20,7 +20,7 @@
 namespace flashonnx {
 namespace {
 
-constexpr int kThreads = 128;
+constexpr int kBlockThreads = 128;
 // Rows whose elements a thread asks for before it needs any.
 constexpr int kRows = 4;
 
@@ -112,7 +112,7 @@ __device__ void count(const Job& job) {
   __syncthreads();  // the sequences are there, also for others of the block
   const auto* sequences = static_cast<const int32_t*>(job.problem.cu_seqlens_q.data);
   auto* lengths = static_cast<int32_t*>(job.problem.key_lengths.data);
-  for (int64_t b = threadIdx.x; b < p.batch; b += kThreads) {
+  for (int64_t b = threadIdx.x; b < p.batch; b += kBlockThreads) {
     const int64_t tokens = job.ragged ? sequences[b + 1] - sequences[b] : p.q_length;
     const int64_t added = job.append ? tokens : 0, before = cached_keys(p, b);
     const int64_t wanted = before + added;
@@ -317,8 +317,8 @@ __device__ void report_missing_page(const Job& job, const Token& token) {
 __device__ void clear_row(const Job& job, int32_t row) {
   const Params& p = job.given;
   const int64_t elements = p.q_heads * p.value_dim;
-  const int64_t first = int64_t{blockIdx.y} * kThreads + threadIdx.x;
-  for (int64_t i = first; i < elements; i += int64_t{gridDim.y} * kThreads) {
+  const int64_t first = int64_t{blockIdx.y} * kBlockThreads + threadIdx.x;
+  for (int64_t i = first; i < elements; i += int64_t{gridDim.y} * kBlockThreads) {
     const int64_t at = i / p.value_dim * p.o.stride[1] + row * p.o.stride[2] + i % p.value_dim;
     if (p.o.dtype == FLASHONNX_FLOAT32) {
       static_cast<float*>(p.o.data)[at] = 0;
@@ -327,13 +327,13 @@ __device__ void clear_row(const Job& job, int32_t row) {
     }
   }
   if (p.lse.dtype == FLASHONNX_NONE) return;
-  for (int64_t head = first; head < p.q_heads; head += int64_t{gridDim.y} * kThreads) {
+  for (int64_t head = first; head < p.q_heads; head += int64_t{gridDim.y} * kBlockThreads) {
     static_cast<float*>(p.lse.data)[head * p.lse.stride[1] + row * p.lse.stride[2]] = -INFINITY;
   }
 }
 
 template <class T, int V>
-__global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant__ Job job) {
+__global__ void __launch_bounds__(kBlockThreads) append_kernel(const __grid_constant__ Job job) {
   const int64_t block = blockIdx.x;
   if (block == job.tokens) {
     if (blockIdx.y == 0) count(job);
@@ -386,8 +386,8 @@ bool all_aligned(const Job& job, int64_t size) {
 Deal deal_of(int64_t rows, int64_t units, int32_t tokens) {
   constexpr int32_t kManyTokens = 512, kMostBlocks = 1024;
   if (rows == 0) return {1, 0, 0};
-  const auto parts = static_cast<int32_t>(std::min<int64_t>(units, kThreads));
-  const int32_t lanes = kThreads / parts;
+  const auto parts = static_cast<int32_t>(std::min<int64_t>(units, kBlockThreads));
+  const int32_t lanes = kBlockThreads / parts;
   const int64_t each = int64_t{lanes} * (tokens >= kManyTokens ? kRows : 1);
   return {parts, lanes,
           static_cast<int32_t>(std::min<int64_t>((rows + each - 1) / each, kMostBlocks))};
@@ -408,7 +408,7 @@ flashonnx_status launch(Job job, cudaStream_t stream) {
   cudaLaunchConfig_t config = {};
   const int32_t blocks = job.rotated.blocks + job.keys.blocks + job.values.blocks;
   config.gridDim = dim3(static_cast<unsigned>(job.tokens) + 1, std::max(blocks, 1));
-  config.blockDim = dim3(kThreads);
+  config.blockDim = dim3(kBlockThreads);
   config.stream = stream;
   return cuda_status(cudaLaunchKernelEx(&config, append_kernel<T, V>, job), "cache append kernel");
 }
