@@ -71,7 +71,7 @@ def _run(options: argparse.Namespace, device: str, chosen: list[Workload], backe
     reasons = {b.name: reason for b in backends if (reason := b.unavailable(device))}
     for name, reason in reasons.items():
         say(f"{name} is left out: {reason}")
-    where = environment.describe(device, _library_version(), options.commit)
+    where = environment.describe(device, library_version(), options.commit)
     ceilings = environment.ceilings(device, where.device, options.ceilings)
     rates = ", ".join(f"{kind} {rate / 1e12:.3g}" for kind, rate in ceilings.flops.items())
     say(f"{where.device}; {where.versions}")
@@ -122,7 +122,7 @@ def _list(chosen: list[Workload], backends: list[Backend], device: str) -> None:
         say(f"{backend.name:14} {backend.unavailable(device) or 'available'}")
 
 
-def _library_version() -> str:
+def library_version() -> str:
     from flashonnx._capi import Library
     from flashonnx._library import library_path
 

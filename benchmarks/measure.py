@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,7 @@ class Contender:
     call: Callable[[], object] = lambda: None  # what is timed
     output: Tensor | None = None  # where the call's result stands
     clock: str = ""
+    launches: int = 1  # of what is timed
     note: str = ""
     peak: int | None = None
     errors: tuple[float, float] | None = None
@@ -77,7 +78,8 @@ def measure(
     for contender in contenders:
         if not contender.status:
             _guarded(contender, partial(_prepare, contender, problem, gates, settings), settings.device)
-    clocks = _time([c for c in contenders if not c.status], settings)
+    flush = settings.flush and workload.launches == 1
+    clocks = _time([c for c in contenders if not c.status], replace(settings, flush=flush))
     for contender in contenders:
         if not contender.status:  # a race shows in one of the last results, if not in the first
             _guarded(contender, partial(_check, contender), settings.device)
@@ -148,14 +150,30 @@ def _prepare(contender: Contender, problem: Problem, gates: dict[bool, Gate], se
         contender.call, contender.clock = runner.run, "event" if settings.device == "cuda" else "host"
         if settings.device == "cuda" and settings.graphs and runner.capturable:
             try:
-                contender.call, contender.output = timing.capture(runner.run)
+                call = _launches(contender, own)
+                contender.call, contender.output = timing.capture(call)
             except RuntimeError as error:
                 contender.note = f"not captured: {_first_line(error)}"
                 return
-            contender.clock = "graph"
+            contender.clock, contender.launches = "graph", own.workload.launches
             contender.output.fill_(float("nan"))
             contender.call()
             _check(contender)
+
+
+def _launches(contender: Contender, problem: Problem) -> Callable[[], Tensor]:
+    """All launches of the workload in one call, whose output is the first one's."""
+    assert contender.runner is not None
+    launches, copies = problem.workload.launches, problem.workload.copies
+    runners = [contender.runner] + [contender.backend.prepare(problem.elsewhere()) for _ in range(copies - 1)]
+    for runner in runners[1:]:
+        runner.run()
+
+    def call() -> Tensor:
+        outputs = [runners[i % copies].run() for i in range(launches)]
+        return outputs[0]
+
+    return call
 
 
 def _check(contender: Contender) -> None:
@@ -180,7 +198,7 @@ def _time(contenders: list[Contender], settings: Settings) -> str:
         look = (lambda: clocks.append(environment.clocks())) if on_gpu else (lambda: None)
         measured = timing.interleave(calls, clock, rounds, look)
         for contender in contenders:
-            contender.times = measured[contender.backend.name]
+            contender.times = [seconds / contender.launches for seconds in measured[contender.backend.name]]
             if contender.runner is not None and contender.runner.blocking is not None:
                 host = timing.interleave({"": contender.runner.blocking}, timing.HostClock(), _HOST_ROUNDS)[""]
                 contender.host = timing.spread(host).median

@@ -17,9 +17,9 @@ class Problem:
     """A workload with its tensors; backends do not write to them."""
 
     workload: Workload
-    q: Tensor  # (B, Sq, Hq, D), dense, as all of these
-    k: Tensor  # (B, Sk, Hkv, D)
-    v: Tensor  # (B, Sk, Hkv, D)
+    q: Tensor  # (B, Sq, Hq, D), dense, as all of these are in some order
+    k: Tensor  # (B, Sk, Hkv, D), of a cache's layout if the workload says so
+    v: Tensor  # likewise
     mask: Tensor | None  # of rank 4, broadcast dimensions being 1
 
     @property
@@ -34,6 +34,10 @@ class Problem:
     def new_output(self) -> Tensor:
         """(B, Sq, Hq, D), full of NaN: what a backend does not write is seen."""
         return self.q.new_full(self.q.shape, float("nan"))
+
+    def elsewhere(self) -> Problem:
+        """The same in other memory."""
+        return replace(self, q=self.q.clone(), k=self.k.clone(), v=self.v.clone())
 
     def without_mask(self) -> Problem:
         """The same tensors, every key seen."""
@@ -58,10 +62,10 @@ def make(workload: Workload, device: str) -> Problem:
         mask[..., -max(1, min(5, kv_length // 4)) :] = False
     elif workload.mask:
         mask = normal(*workload.mask_shape)
-    return Problem(
-        workload,
-        normal(workload.batch, q_length, q_heads, workload.head_dim),
-        normal(workload.batch, kv_length, kv_heads, workload.head_dim),
-        normal(workload.batch, kv_length, kv_heads, workload.head_dim),
-        mask,
-    )
+
+    def keys() -> Tensor:
+        if workload.cache:
+            return normal(workload.batch, kv_heads, kv_length, workload.head_dim).transpose(1, 2)
+        return normal(workload.batch, kv_length, kv_heads, workload.head_dim)
+
+    return Problem(workload, normal(workload.batch, q_length, q_heads, workload.head_dim), keys(), keys(), mask)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 ELEMENT_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "bool": 1}
@@ -24,6 +24,9 @@ class Workload:
     mask_dtype: str = "bool"  # "bool" masks the last few keys; "T" is a bias of Q's dtype
     # Whether ONNX Runtime sessions take part unless others are asked for: each takes about a second to make.
     sessions: bool = True
+    cache: bool = False  # K and V are (B, H, S, D) in memory, as key/value caches are
+    launches: int = 1  # in one CUDA graph, of which a time is divided by it: for calls of a few microseconds
+    copies: int = 1  # of Q, K and V, which those launches take in turn: with many, none finds its own in the L2 cache
 
     @property
     def mask_shape(self) -> tuple[int, ...]:
@@ -169,11 +172,29 @@ def _models() -> list[Workload]:
 
 
 def _decode() -> list[Workload]:
-    """One new token against a cache that is full: 32 query and 8 key heads."""
-    return [
-        Workload(f"decode-b{batch}-s{keys}", "decode", "float16", batch, (32, 8), (1, keys), 128)
-        for batch, keys in ((1, 4096), (8, 4096), (8, 32768))
-    ]
+    """One new token against a cache that is full: 32 query and 8 key heads, 20 launches.
+
+    Each finds the cache in L2 where the one before left it; where it fits there, once more with other caches, 256 MiB
+    of them, read in between.
+    """
+    workloads, launches = [], 20
+    for batch, keys in ((1, 1024), (1, 4096), (1, 32768), (8, 4096), (16, 4096), (8, 32768)):
+        one = Workload(
+            f"decode-b{batch}-s{keys}",
+            "decode",
+            "float16",
+            batch,
+            (32, 8),
+            (1, keys),
+            128,
+            cache=True,
+            launches=launches,
+        )
+        workloads.append(one)
+        if one.bytes < 256 << 20:
+            copies = min(launches, 1 + -(-(256 << 20) // one.bytes))
+            workloads.append(replace(one, name=f"{one.name}-cold", copies=copies))
+    return workloads
 
 
 def _runtimes() -> list[Workload]:

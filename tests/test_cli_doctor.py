@@ -62,10 +62,21 @@ def test_no_and_old_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cannot be imported" in _checks.onnxruntime().found
 
 
-def test_two_packages_over_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_checks, "_version", lambda name: "1.32.0")
+def test_two_packages_over_each_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In one folder they overwrite each other's files; in two, one of them is simply not seen."""
+    here = Path(onnxruntime.__file__).parent.parent
+    folders = {"onnxruntime": here, "onnxruntime-gpu": here}
+
+    def distribution(name: str) -> Any:
+        if name not in folders:
+            raise _checks.metadata.PackageNotFoundError
+        return types.SimpleNamespace(locate_file=lambda _: folders[name])
+
+    monkeypatch.setattr(_checks.metadata, "distribution", distribution)
     check = _checks.onnxruntime()
-    assert check.state == "wrong" and "uninstall both" in check.todo
+    assert check.state == "warning" and "onnxruntime and onnxruntime-gpu overwrite each other" in check.todo
+    folders["onnxruntime-gpu"] = tmp_path
+    assert _checks.onnxruntime().state == "ok"
 
 
 def test_a_session_that_computes_something_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,23 @@ def test_masks_of_the_other_16_bits(library: Library, device: str, case: Case) -
     Problem(library, case, device).check()
 
 
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_infinite_and_largest_elements(library: Library, device: str, dtype: str) -> None:
+    """Where a query sees them: as IEEE arithmetic has it. Products of split numbers would make NaN of them."""
+    case = Case(f"infinite-{dtype}", dtype=dtype, q_length=40, kv_length=40, head_dim=64, is_causal=1, lse=False)
+    inputs = case.inputs()
+    inputs["V"][0, 1, 2:4] = np.inf, -np.inf
+    inputs["V"][1, 1, 2] = inputs["V"].dtype.type(3.4e38 if dtype == "float32" else 6e4)
+    inputs["K"][1, 3, 0] = -np.inf  # a score of -inf: the key has no weight
+    inputs["Q"][..., 0] = np.abs(inputs["Q"][..., 0])
+    expected = case.reference(inputs)["Y"]
+    assert np.isinf(expected).sum() == 2 * 39
+    assert np.isfinite(expected[1]).all()
+    y = Problem(library, case, device, inputs=inputs).run()["Y"].astype(np.float64)
+    tolerance = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}[dtype]
+    np.testing.assert_allclose(y, expected, rtol=tolerance, atol=tolerance)
+
+
 @on_devices(_BY_ID["causal-lengths-float32"], _BY_ID["lengths-clamped-0"], _BY_ID["lengths-float16"])
 def test_int32_lengths(library: Library, device: str, case: Case) -> None:
     inputs = case.inputs()

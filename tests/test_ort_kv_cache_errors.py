@@ -104,7 +104,7 @@ _BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "cos type": (
         _ROTARY | {"cos_cache": np.zeros((30, 4), np.float16)},
         {},
-        "input 'cos_cache' is expected to be float32 or of Q's"
+        "input 'cos_cache' is expected to be float32 or of Q's",
     ),
     "sin width": (_ROTARY | {"sin_cache": (30, 3)}, {}, "input 'sin_cache' is expected to have width 4, got 3"),
     "sin rows": (_ROTARY | {"sin_cache": (29, 4)}, {}, "input 'sin_cache' is expected to have positions 30, got 29"),

@@ -207,3 +207,16 @@ def test_files_are_short(suffix: str) -> None:
     limit = 400 if suffix == ".py" else 500
     files = [f for f in _sources("plugin", "python", "export", "tests", "scripts", "samples") if f.suffix == suffix]
     assert [f"{f.relative_to(ROOT)}: {n}" for f in files if (n := len(f.read_text().splitlines())) > limit] == []
+
+
+def test_files_that_configurations_name_exist() -> None:
+    """Tests and scripts in what make, CI and cibuildwheel run."""
+    files = [ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / ".ci" / "run", *(ROOT / ".github").rglob("*.yml")]
+    named = {
+        name
+        for file in files
+        if file.is_file()
+        for name in re.findall(r"\b(?:tests|scripts|samples)/[\w./]+\.py\b", file.read_text())
+    }
+    assert "tests/test_package.py" in named
+    assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []

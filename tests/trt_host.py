@@ -48,6 +48,7 @@ class Job:
 
     fields: dict[str, Any]
     shapes: list[Shapes] = field(default_factory=list)
+    operator: str = "FlashAttention"
 
 
 @dataclass
@@ -148,7 +149,7 @@ class Host:
 
 
 def _lines(job: Job) -> str:
-    lines = []
+    lines = [f"operator {job.operator}"]
     for name, value in job.fields.items():
         kind = {int: "int", float: "float", str: "string"}[type(value)]
         text = value.hex() if isinstance(value, float) else value

@@ -8,9 +8,12 @@ from typing import Protocol
 import onnx_ir as ir
 from flashonnx.export.layout.factors import View
 from flashonnx.export.layout.steps import after
-from flashonnx.export.masks.forms import Affine, Form, Formula, moved
+from flashonnx.export.masks.forms import Affine, Form, Formula, moved, of_array
 from flashonnx.export.values.dims import Dim, is_positive_or_zero, minimum
 from flashonnx.export.values.facts import Dims, Facts
+
+# Elements of a constant mask or table of positions; larger ones are not looked at.
+LARGEST_CONSTANT = 1 << 24
 
 
 class Reader(Protocol):
@@ -96,23 +99,41 @@ def _gather(reader: Reader, node: ir.Node) -> Form | None:
 
 
 def _gather_nd(reader: Reader, node: ir.Node) -> Form | None:
-    """With the indices of each axis joined along the last one."""
     dims, index_dims = (reader.facts.dims(item) for item in node.inputs[:2])
-    joined = node.inputs[1].producer() if node.inputs[1] is not None else None
-    if dims is None or index_dims is None or joined is None or joined.op_type != "Concat" or joined.domain:
+    if (
+        dims is None
+        or index_dims is None
+        or ("batch_dims" in node.attributes and node.attributes["batch_dims"].as_int())
+    ):
         return None
-    if "batch_dims" in node.attributes and node.attributes["batch_dims"].as_int():
+    rank = len(index_dims) - 1
+    columns = _columns(reader, node.inputs[1], rank)
+    if columns is None or index_dims[-1] != len(columns):
         return None
-    width, rank = len(joined.inputs), len(index_dims) - 1
-    if joined.attributes["axis"].as_int() not in (-1, rank) or index_dims[-1] != width:
-        return None
-    after = len(dims) - width
-    indices: dict[int, Form | None] = {}
-    for axis, item in enumerate(joined.inputs):
-        form = reader.read(item)
-        if isinstance(form, Affine) and not form.steps[-1]:
-            indices[axis] = Affine(form.offset, form.steps[:-1] + (0,) * after)
+    width, after = len(columns), len(dims) - len(columns)
+    indices: dict[int, Form | None] = {
+        axis: Affine(form.offset, form.steps + (0,) * after)
+        for axis, form in enumerate(columns)
+        if isinstance(form, Affine)
+    }
     return _looked_up(reader, node, [*[None] * width, *range(rank, rank + after)], indices)
+
+
+def _columns(reader: Reader, value: ir.Value | None, rank: int) -> list[Form | None] | None:
+    """The indices of each axis, which are joined along the last one or side by side in a constant."""
+    table = reader.facts.constant(value, limit=LARGEST_CONSTANT)
+    if table is not None:
+        return [of_array(table[..., axis]) for axis in range(table.shape[-1])]
+    joined = value.producer() if value is not None else None
+    if joined is None or joined.op_type != "Concat" or joined.domain:
+        return None
+    if joined.attributes["axis"].as_int() not in (-1, rank):
+        return None
+    forms = [reader.read(item) for item in joined.inputs]
+    return [
+        Affine(form.offset, form.steps[:-1]) if isinstance(form, Affine) and not form.steps[-1] else None
+        for form in forms
+    ]
 
 
 def _looked_up(

@@ -32,12 +32,10 @@ from flashonnx.export.masks.forms import (
     of_array,
     of_numbers,
 )
-from flashonnx.export.masks.indexing import INDEXING
+from flashonnx.export.masks.indexing import INDEXING, LARGEST_CONSTANT
 from flashonnx.export.values.dims import Dim, is_clipped, is_positive_or_zero
 from flashonnx.export.values.facts import Dims, Facts
 
-# Elements of a constant mask or table of positions; larger ones are not looked at.
-LARGEST_CONSTANT = 1 << 24
 _DEPTH = 96
 WHOLE = frozenset(
     ir.DataType[name] for name in ("INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64")

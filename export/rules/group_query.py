@@ -85,9 +85,12 @@ class GroupQueryAttention(Rule):
             inputs["attn_mask"] = op.input("attention_bias")
         return op.rewrite(Site(op.node, inputs, attributes, outputs))
 
-    def _mask(self, op: Contributed) -> ir.Value:
-        """Which keys are no padding, (batch, 1, 1, keys), with the bias if there is one."""
+    def _mask(self, op: Contributed) -> ir.Value | None:
+        """Which keys are no padding, (batch, 1, 1, keys), with the bias if there is one; without padding, the bias."""
         query, lengths = op.required("query"), op.required("seqlens_k")
+        known, count = op.facts.constant(lengths), op.dims("query", 3)[1].value
+        if known is not None and count is not None and (known >= count - 1).all():
+            return op.input("attention_bias")
 
         def below() -> ir.Value:
             return op.test("LessOrEqual", op.positions(op.count(query, 1)), op.column(lengths))

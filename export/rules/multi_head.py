@@ -44,6 +44,15 @@ def _causal(op: Contributed, queries: Dim, keys: Dim) -> int:
     return 1
 
 
+def _plus(op: Contributed, tensor: ir.Value, bias: ir.Value) -> ir.Value:
+    """The sum of (batch, tokens, width) and (width).
+
+    The bias gets three dimensions: with one, ONNX Runtime makes a Gemm of the product before and this sum, and on a GPU
+    it first writes the bias to all of the Gemm's output, which takes longer than the sum (0.04 ms for 4096 x 2304).
+    """
+    return op.op("Add", tensor, op.op("Unsqueeze", bias, op.builder.ints([0, 1])))
+
+
 class MultiHeadAttention(Rule):
     """com.microsoft::MultiHeadAttention: projected Q, K, V of three dimensions, K and V of four, or packed ones.
 
@@ -111,7 +120,7 @@ class MultiHeadAttention(Rule):
         parts = op.split(bias, 0, [q_width, q_width, size])
         # K and V of four dimensions are projected, with their bias, before.
         sums = [
-            op.op("Add", tensor, part) if op.facts.rank(tensor) == 3 else tensor
+            _plus(op, tensor, part) if op.facts.rank(tensor) == 3 else tensor
             for tensor, part in zip((query, key, value), parts, strict=True)
         ]
         return sums[0], sums[1], sums[2]
@@ -134,7 +143,7 @@ class PackedProjection(Rule):
         batch, queries, _ = op.dims("input", 3)
         projected = op.op("MatMul", op.required("input"), op.required("weights"))
         if op.input("bias") is not None:
-            projected = op.op("Add", projected, op.required("bias"))
+            projected = _plus(op, projected, op.required("bias"))
         inputs: dict[str, ir.Value | None] = dict.fromkeys(schema.INPUTS)
         attributes = _attributes(op, op.attribute("num_heads"))
         attributes["is_causal"] = _causal(op, queries, queries)

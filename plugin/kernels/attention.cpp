@@ -20,12 +20,18 @@ namespace {
 
 constexpr uint32_t kAllFloats =
     1u << FLASHONNX_FLOAT32 | 1u << FLASHONNX_FLOAT16 | 1u << FLASHONNX_BFLOAT16;
+constexpr uint32_t kFloat32 = 1u << FLASHONNX_FLOAT32;
 constexpr uint32_t kHalves = 1u << FLASHONNX_FLOAT16 | 1u << FLASHONNX_BFLOAT16;
 constexpr uint32_t kOperator = kMask | kKeyLengths | kCausal | kWindow | kSoftcap | kSinks | kLse |
                                kEmptyRowMean | kFixedSplit | kOutputDtype;
 constexpr int32_t kAnyArch = 1 << 30;
 
 constexpr Kernel kTable[] = {
+#ifdef FLASHONNX_WITH_CUDA
+    {"decode", FLASHONNX_CUDA, 80, kAnyArch, kHalves, 256,
+     (kOperator & ~kEmptyRowMean) | kRagged | kPages, decode::workspace, decode::workspace_bound,
+     decode::launch, decode::refusal},
+#endif
 #ifdef FLASHONNX_WITH_SM90
     {"sm90", FLASHONNX_CUDA, 90, 90, kHalves, 256, kOperator, nullptr, nullptr, sm90::launch,
      sm90::refusal},
@@ -33,6 +39,8 @@ constexpr Kernel kTable[] = {
 #ifdef FLASHONNX_WITH_CUDA
     {"sm80", FLASHONNX_CUDA, 80, kAnyArch, kHalves, 256, kOperator | kRagged | kPages, nullptr,
      nullptr, sm80::launch, sm80::refusal},
+    {"tf32", FLASHONNX_CUDA, 80, kAnyArch, kFloat32, 128, kOperator, nullptr, nullptr, tf32::launch,
+     tf32::refusal},
     {"simt", FLASHONNX_CUDA, 80, kAnyArch, kAllFloats, 512, kOperator | kRagged | kPages,
      simt::workspace, simt::workspace, simt::launch, simt::refusal},
 #endif

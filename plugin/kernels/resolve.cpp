@@ -1,5 +1,6 @@
 #include "kernels/resolve.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 
@@ -119,10 +120,12 @@ void resolve(const Params& params, Resolved* resolved) {
   if (present(p.past_k)) resolve_past(p, resolved);
   if (cache) resolve_cache(p, resolved);
   if (present(p.cu_seqlens_q)) {
+    p.q_length = std::min(p.q_length, p.q_tokens);
     add_part(&resolved->cu_seqlens_q, (p.batch + 1) * 4, resolved);
     p.cu_seqlens_q = vector_of_int32();
   }
   if (present(p.cu_seqlens_k)) {
+    p.kv_length = std::min(p.kv_length, p.kv_tokens);
     add_part(&resolved->cu_seqlens_k, (p.batch + 1) * 4, resolved);
     p.cu_seqlens_k = vector_of_int32();
   }

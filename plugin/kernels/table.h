@@ -75,6 +75,13 @@ flashonnx_status launch(const Params& params, void* workspace, void* stream);
 int64_t workspace(const Params& params);
 }  // namespace cpu
 
+namespace decode {
+flashonnx_status launch(const Params& params, void* workspace, void* stream);
+int64_t workspace(const Params& params);
+int64_t workspace_bound(const Params& maxima);
+const char* refusal(const Params& params);
+}  // namespace decode
+
 namespace sm80 {
 flashonnx_status launch(const Params& params, void* workspace, void* stream);
 const char* refusal(const Params& params);
@@ -84,6 +91,11 @@ namespace sm90 {
 flashonnx_status launch(const Params& params, void* workspace, void* stream);
 const char* refusal(const Params& params);
 }  // namespace sm90
+
+namespace tf32 {
+flashonnx_status launch(const Params& params, void* workspace, void* stream);
+const char* refusal(const Params& params);
+}  // namespace tf32
 
 namespace simt {
 flashonnx_status launch(const Params& params, void* workspace, void* stream);

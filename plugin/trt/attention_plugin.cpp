@@ -39,39 +39,53 @@ bool is_float(DataType type) {
   return type == DataType::kFLOAT || type == DataType::kHALF || type == DataType::kBF16;
 }
 
-// May `input` have `type` beside queries of type `q`? TensorRT has no boolean plugin tensors.
-bool accepts(Input input, DataType type, DataType q) {
-  switch (input) {
-    case kQ:
+// May a tensor have `type` beside queries of type `q`?
+bool accepts(Type expected, DataType type, DataType q) {
+  switch (expected) {
+    case Type::kQ:
       return is_float(type);
-    case kMask:
+    case Type::kMask:
       return type == q || type == DataType::kFLOAT || type == DataType::kINT8 ||
              type == DataType::kINT32;
-    case kLengths:
+    case Type::kInteger:
       return type == DataType::kINT32 || type == DataType::kINT64;
-    case kSinks:
+    case Type::kInt32:
+      return type == DataType::kINT32;
+    case Type::kInt64:
+      return type == DataType::kINT64;
+    case Type::kTable:
+      return type == q || type == DataType::kFLOAT;
+    case Type::kFloat:
       return type == DataType::kFLOAT;
     default:
       return type == q;
   }
 }
 
-const char* accepted(Input input) {
-  switch (input) {
-    case kQ:
+const char* accepted(Type type) {
+  switch (type) {
+    case Type::kQ:
       return "float32, float16 or bfloat16";
-    case kMask:
+    case Type::kMask:
       return "Q's type, float32, int8 or int32 (prepare_for_tensorrt casts booleans)";
-    case kLengths:
+    case Type::kInteger:
       return "int32 or int64";
-    case kSinks:
+    case Type::kInt32:
+      return "int32";
+    case Type::kInt64:
+      return "int64";
+    case Type::kTable:
+      return "Q's type or float32";
+    case Type::kFloat:
       return "float32";
     default:
       return "Q's type";
   }
 }
 
-DataType output_type(int32_t output, DataType q) { return output == kLse ? DataType::kFLOAT : q; }
+DataType output_type(const Port& output, DataType q) {
+  return output.type == Type::kFloat ? DataType::kFLOAT : q;
+}
 
 Tensor tensor_of(const PluginTensorDesc& desc, const nvinfer1::Dims& dims, void* data) {
   Tensor tensor{{true, static_cast<size_t>(dims.nbDims), {}}, to_dtype(desc.type), data};
@@ -149,14 +163,15 @@ int32_t AttentionPlugin::getOutputDataTypes(DataType* output_types, int32_t outp
     if (report(check_counts(node_, input_count, output_count)) != 0) return -1;
     const DataType q = input_types[0];
     for (int32_t i = 0; i < input_count; ++i) {
-      const auto input = static_cast<Input>(node_.inputs[i]);
-      if (accepts(input, input_types[i], q)) continue;
+      const Port& input = node_.op->inputs[node_.inputs[i]];
+      if (accepts(input.type, input_types[i], q)) continue;
       return report(make_status(
           FLASHONNX_NOT_IMPLEMENTED,
           "FlashAttention: input '%s' is expected to have type %s, got TensorRT's DataType %d",
-          kInputNames[input], accepted(input), static_cast<int>(input_types[i])));
+          input.name, accepted(input.type), static_cast<int>(input_types[i])));
     }
-    for (int32_t i = 0; i < output_count; ++i) output_types[i] = output_type(node_.outputs[i], q);
+    for (int32_t i = 0; i < output_count; ++i)
+      output_types[i] = output_type(node_.op->outputs[node_.outputs[i]], q);
     return 0;
   });
 }
@@ -178,8 +193,8 @@ bool AttentionPlugin::supportsFormatCombination(int32_t position,
   if (desc.format != nvinfer1::TensorFormat::kLINEAR) return false;
   const DataType q = tensors[0].desc.type;
   if (position < input_count)
-    return accepts(static_cast<Input>(node_.inputs[position]), desc.type, q);
-  return desc.type == output_type(node_.outputs[position - input_count], q);
+    return accepts(node_.op->inputs[node_.inputs[position]].type, desc.type, q);
+  return desc.type == output_type(node_.op->outputs[node_.outputs[position - input_count]], q);
 }
 
 int32_t AttentionPlugin::configurePlugin(const DynamicPluginTensorDesc* inputs, int32_t input_count,
@@ -237,7 +252,7 @@ int32_t AttentionPlugin::enqueue(const PluginTensorDesc* input_descs,
 
 const nvinfer1::PluginFieldCollection* AttentionPlugin::getFieldsToSerialize() noexcept {
   return guarded<const nvinfer1::PluginFieldCollection*>(nullptr, [&] {
-    fields_ = serialize_fields(node_.given);
+    fields_ = serialize_fields(*node_.op, node_.given);
     collection_ = {static_cast<int32_t>(fields_.size()), fields_.data()};
     return &collection_;
   });
@@ -260,7 +275,7 @@ flashonnx_status AttentionPlugin::workspace_at_maxima(const DynamicPluginTensorD
   for (int32_t i = 0; i < node_.output_count; ++i)
     out[node_.outputs[i]] = tensor_of(outputs[i].desc, outputs[i].max, nullptr);
   flashonnx_attention_params params;
-  FLASHONNX_RETURN_IF_ERROR(fill_params(node_, in, out, Sizes::kMaxima, &params));
+  FLASHONNX_RETURN_IF_ERROR(node_.op->fill_params(node_, in, out, Sizes::kMaxima, &params));
   *bytes = -1;
   flashonnx_status refusal{};
   for (const flashonnx_device& target : kTargets) {
@@ -287,7 +302,7 @@ flashonnx_status AttentionPlugin::params_of(const PluginTensorDesc* input_descs,
     out[node_.outputs[i]] =
         tensor_of(output_descs[i], output_descs[i].dims, outputs == nullptr ? nullptr : outputs[i]);
   }
-  FLASHONNX_RETURN_IF_ERROR(fill_params(node_, in, out, Sizes::kExact, params));
+  FLASHONNX_RETURN_IF_ERROR(node_.op->fill_params(node_, in, out, Sizes::kExact, params));
   if (!device_) FLASHONNX_RETURN_IF_ERROR(find_device());
   params->device = *device_;
   return ok();

@@ -1,4 +1,4 @@
-// FlashAttention as a TensorRT plugin.
+// The operators as TensorRT plugins.
 #pragma once
 
 #include <NvInferRuntime.h>
@@ -11,7 +11,6 @@
 
 namespace flashonnx::trt {
 
-inline constexpr const char* kPluginName = "FlashAttention";
 inline constexpr const char* kPluginVersion = "1";
 inline constexpr const char* kPluginNamespace = "flashonnx";
 
@@ -27,7 +26,7 @@ class AttentionPlugin final : public nvinfer1::IPluginV3,
       nvinfer1::PluginCapabilityType type) noexcept override;
   nvinfer1::IPluginV3* clone() noexcept override;
 
-  const char* getPluginName() const noexcept override { return kPluginName; }
+  const char* getPluginName() const noexcept override { return node_.op->name; }
   const char* getPluginVersion() const noexcept override { return kPluginVersion; }
   const char* getPluginNamespace() const noexcept override { return kPluginNamespace; }
 

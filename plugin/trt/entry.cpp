@@ -3,17 +3,20 @@
 // that has registered itself.
 #include <NvInferRuntime.h>
 
+#include <vector>
+
 #include "flashonnx/tensorrt.h"
+#include "kernels/common/status.h"
 #include "trt/attention_creator.h"
 #include "trt/runtime.h"
 
 extern "C" {
 
 FLASHONNX_API nvinfer1::IPluginCreatorInterface* const* getCreators(int32_t& count) {
-  static nvinfer1::IPluginCreatorInterface* const kCreators[] = {
-      &flashonnx::trt::attention_creator()};
-  count = 1;
-  return kCreators;
+  static const std::vector<nvinfer1::IPluginCreatorInterface*> kCreators(
+      flashonnx::trt::creators().begin(), flashonnx::trt::creators().end());
+  count = static_cast<int32_t>(kCreators.size());
+  return kCreators.data();
 }
 
 FLASHONNX_API void setLoggerFinder(nvinfer1::ILoggerFinder* finder) {
@@ -21,7 +24,9 @@ FLASHONNX_API void setLoggerFinder(nvinfer1::ILoggerFinder* finder) {
 }
 
 FLASHONNX_API flashonnx_status flashonnx_tensorrt_register() {
-  return flashonnx::trt::register_creator(flashonnx::trt::attention_creator());
+  for (nvinfer1::IPluginCreatorV3One* creator : flashonnx::trt::creators())
+    FLASHONNX_RETURN_IF_ERROR(flashonnx::trt::register_creator(*creator));
+  return flashonnx::ok();
 }
 
 FLASHONNX_API flashonnx_status flashonnx_tensorrt_last_error() {

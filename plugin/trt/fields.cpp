@@ -16,27 +16,40 @@ using nvinfer1::PluginFieldType;
 template <typename T>
 using Member = T PluginAttributes::*;
 
+enum Operators : uint32_t { kOfAttention = 1, kOfCache = 2, kOfVarlen = 4, kOfAll = 7 };
+
 struct Field {
   const char* name;
+  uint32_t operators;  // that have it
   std::variant<Member<int64_t>, Member<float>, Member<std::string>, Member<std::optional<int64_t>>,
                Member<std::optional<float>>>
       member;
+
+  bool is_of(const Operator& op) const {
+    const uint32_t bit = &op == &kAttention ? kOfAttention : &op == &kCache ? kOfCache : kOfVarlen;
+    return (operators & bit) != 0;
+  }
 };
 
 const Field kFields[] = {
-    {"is_causal", &PluginAttributes::is_causal},
-    {"q_num_heads", &PluginAttributes::q_num_heads},
-    {"kv_num_heads", &PluginAttributes::kv_num_heads},
-    {"scale", &PluginAttributes::scale},
-    {"softcap", &PluginAttributes::softcap},
-    {"left_window_size", &PluginAttributes::left_window_size},
-    {"right_window_size", &PluginAttributes::right_window_size},
-    {"softmax_precision", &PluginAttributes::softmax_precision},
-    {"empty_row", &PluginAttributes::empty_row},
-    {"qkv_layout", &PluginAttributes::qkv_layout},
-    {"inputs", &PluginAttributes::inputs},
-    {"outputs", &PluginAttributes::outputs},
-    {"planned_workspace", &PluginAttributes::planned_workspace},  // last; written by us alone
+    {"is_causal", kOfAll, &PluginAttributes::is_causal},
+    {"q_num_heads", kOfAll, &PluginAttributes::q_num_heads},
+    {"kv_num_heads", kOfAll, &PluginAttributes::kv_num_heads},
+    {"scale", kOfAll, &PluginAttributes::scale},
+    {"softcap", kOfAll, &PluginAttributes::softcap},
+    {"left_window_size", kOfAll, &PluginAttributes::left_window_size},
+    {"right_window_size", kOfAll, &PluginAttributes::right_window_size},
+    {"softmax_precision", kOfAttention, &PluginAttributes::softmax_precision},
+    {"empty_row", kOfAttention, &PluginAttributes::empty_row},
+    {"qkv_layout", kOfAttention, &PluginAttributes::qkv_layout},
+    {"rotary_interleaved", kOfCache, &PluginAttributes::rotary_interleaved},
+    {"rotary_dim", kOfCache, &PluginAttributes::rotary_dim},
+    {"fixed_split", kOfCache | kOfVarlen, &PluginAttributes::fixed_split},
+    {"max_q_length", kOfCache | kOfVarlen, &PluginAttributes::max_q_length},
+    {"max_kv_length", kOfVarlen, &PluginAttributes::max_kv_length},
+    {"inputs", kOfAll, &PluginAttributes::inputs},
+    {"outputs", kOfAll, &PluginAttributes::outputs},
+    {"planned_workspace", kOfAll, &PluginAttributes::planned_workspace},  // written by us alone
 };
 
 PluginField to_field(const char* name, const int64_t& value) {
@@ -109,17 +122,12 @@ flashonnx_status read_field(const PluginField& field, std::string* value) {
 
 }  // namespace
 
-const nvinfer1::PluginFieldCollection& field_names() {
-  static const std::vector<PluginField> kNames = [] {
-    std::vector<PluginField> names;
-    for (const Field& field : kFields)
-      names.push_back({field.name, nullptr, PluginFieldType::kUNKNOWN, 0});
-    names.pop_back();  // planned_workspace
-    return names;
-  }();
-  static const nvinfer1::PluginFieldCollection kCollection{static_cast<int32_t>(kNames.size()),
-                                                           kNames.data()};
-  return kCollection;
+std::vector<PluginField> field_names(const Operator& op) {
+  std::vector<PluginField> names;
+  for (const Field& field : kFields)
+    if (field.is_of(op)) names.push_back({field.name, nullptr, PluginFieldType::kUNKNOWN, 0});
+  names.pop_back();  // planned_workspace
+  return names;
 }
 
 flashonnx_status read_fields(const nvinfer1::PluginFieldCollection& fields,
@@ -135,9 +143,10 @@ flashonnx_status read_fields(const nvinfer1::PluginFieldCollection& fields,
   return ok();
 }
 
-std::vector<PluginField> serialize_fields(const PluginAttributes& attributes) {
+std::vector<PluginField> serialize_fields(const Operator& op, const PluginAttributes& attributes) {
   std::vector<PluginField> fields;
   for (const Field& field : kFields) {
+    if (!field.is_of(op)) continue;
     std::visit([&](auto member) { add_field(field.name, attributes.*member, &fields); },
                field.member);
   }

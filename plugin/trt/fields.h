@@ -10,8 +10,8 @@
 
 namespace flashonnx::trt {
 
-// The fields an ONNX node may have; the parser passes on no others.
-const nvinfer1::PluginFieldCollection& field_names();
+// The fields an ONNX node of the operator may have; the parser passes on no others.
+std::vector<nvinfer1::PluginField> field_names(const Operator& op);
 
 // Reads both what comes from an ONNX node and what serialize_fields wrote. Absent fields keep their
 // default.
@@ -19,6 +19,7 @@ flashonnx_status read_fields(const nvinfer1::PluginFieldCollection& fields,
                              PluginAttributes* attributes);
 
 // Points into `attributes`.
-std::vector<nvinfer1::PluginField> serialize_fields(const PluginAttributes& attributes);
+std::vector<nvinfer1::PluginField> serialize_fields(const Operator& op,
+                                                    const PluginAttributes& attributes);
 
 }  // namespace flashonnx::trt

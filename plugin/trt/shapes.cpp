@@ -98,13 +98,9 @@ void assign(DimsExprs* shape, std::initializer_list<Expression> dims) {
   for (Expression dim : dims) shape->d[shape->nbDims++] = dim;
 }
 
-}  // namespace
-
-flashonnx_status output_shapes(const Node& node, const DimsExprs* inputs,
-                               nvinfer1::IExprBuilder& builder, DimsExprs* outputs) {
-  const Algebra algebra(builder);
-  const DimsExprs* given[kInputs] = {};
-  for (int32_t i = 0; i < node.input_count; ++i) given[node.inputs[i]] = &inputs[i];
+flashonnx_status attention_shapes(const Node& node, const DimsExprs* const* given,
+                                  const Algebra& algebra, DimsExprs* outputs) {
+  using namespace attention;
   const DimsExprs& q = *given[kQ];
   Dimensions dims{};
   FLASHONNX_RETURN_IF_ERROR(
@@ -139,6 +135,73 @@ flashonnx_status output_shapes(const Node& node, const DimsExprs* inputs,
     }
   }
   return ok();
+}
+
+// Y and lse of tokens (B, S, H*D) or (B, H, S, D), or packed (T, H*D) or (T, H, D).
+flashonnx_status row_shapes(const Attributes& a, const DimsExprs& q, bool ragged,
+                            Expression value_dim, const Algebra& algebra, DimsExprs* y,
+                            DimsExprs* lse) {
+  const int32_t flat = ragged ? 2 : 3;
+  const bool ranked = q.nbDims == flat + 1;
+  if (q.nbDims != flat && !ranked) return wrong_rank("Q", ragged ? "2 or 3" : "3 or 4", q.nbDims);
+  if (!ranked && a.q_num_heads == 0) return need_heads();
+  const Expression heads = ranked ? q.d[1] : algebra.constant(a.q_num_heads);
+  *y = q;
+  y->d[q.nbDims - 1] = ranked ? value_dim : algebra.product(heads, value_dim);
+  if (ragged) {
+    assign(lse, {heads, q.d[0]});
+  } else {
+    assign(lse, {q.d[0], heads, q.d[ranked ? 2 : 1]});
+  }
+  return ok();
+}
+
+flashonnx_status cache_shapes(const Node& node, const DimsExprs* const* given,
+                              const Algebra& algebra, DimsExprs* outputs) {
+  using namespace cache;
+  for (const int32_t input : {kKeyCache, kValueCache}) {
+    if (given[input]->nbDims != 4)
+      return wrong_rank(node.op->inputs[input].name, "4", given[input]->nbDims);
+  }
+  DimsExprs y, lse;
+  FLASHONNX_RETURN_IF_ERROR(row_shapes(node.attributes, *given[kQ], node.has_input(kSequences),
+                                       given[kValueCache]->d[3], algebra, &y, &lse));
+  for (int32_t i = 0; i < node.output_count; ++i) {
+    const int32_t output = node.outputs[i];
+    outputs[i] = output == kPresentKey     ? *given[kKeyCache]
+                 : output == kPresentValue ? *given[kValueCache]
+                 : output == kLse          ? lse
+                                           : y;
+  }
+  return ok();
+}
+
+flashonnx_status varlen_shapes(const Node& node, const DimsExprs* const* given,
+                               const Algebra& algebra, DimsExprs* outputs) {
+  using namespace varlen;
+  const DimsExprs& v = *given[kV];
+  if (v.nbDims != given[kQ]->nbDims)
+    return wrong_rank("V", given[kQ]->nbDims == 2 ? "2" : "3", v.nbDims);
+  if (v.nbDims == 2 && node.attributes.kv_num_heads == 0) return need_heads();
+  const Expression value_dim =
+      v.nbDims == 3 ? v.d[2] : algebra.quotient(v.d[1], node.attributes.kv_num_heads);
+  DimsExprs y, lse;
+  FLASHONNX_RETURN_IF_ERROR(
+      row_shapes(node.attributes, *given[kQ], true, value_dim, algebra, &y, &lse));
+  for (int32_t i = 0; i < node.output_count; ++i) outputs[i] = node.outputs[i] == kLse ? lse : y;
+  return ok();
+}
+
+}  // namespace
+
+flashonnx_status output_shapes(const Node& node, const DimsExprs* inputs,
+                               nvinfer1::IExprBuilder& builder, DimsExprs* outputs) {
+  const Algebra algebra(builder);
+  const DimsExprs* given[kMaxInputs] = {};
+  for (int32_t i = 0; i < node.input_count; ++i) given[node.inputs[i]] = &inputs[i];
+  if (node.op == &kCache) return cache_shapes(node, given, algebra, outputs);
+  if (node.op == &kVarlen) return varlen_shapes(node, given, algebra, outputs);
+  return attention_shapes(node, given, algebra, outputs);
 }
 
 }  // namespace flashonnx::trt

@@ -1,6 +1,7 @@
 # The TensorRT adapter. Paths are relative to plugin/.
 set(FLASHONNX_TRT_SOURCES
     trt/node.cpp
+    trt/operators.cpp
     trt/fields.cpp
     trt/shapes.cpp
     trt/attention_plugin.cpp

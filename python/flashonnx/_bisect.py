@@ -96,12 +96,14 @@ def bisect(original: Candidate, fused: Candidate, feeds: Sequence[Feeds], wrong:
             else "no node was found: the outputs that differ are not values that nodes of both models make"
         )
         return found
+    error = search.known[last].error
+    only = range(len(feeds)) if error.special else [error.worst[0]]  # a case in which it shows
     for count in range(_ROUNDS):
         before = search.before(last)
         if not before:
             break
         step(f"looking for the node, step {count + 1}: {len(before)} values left")
-        search.look(_spaced(before, _PROBES))
+        search.look(_spaced(before, _PROBES), only)
         last = search.first_wrong(before) or last
     found.parted = search.known[last]
     if found.parted not in found.nodes:
@@ -152,10 +154,11 @@ class _Search:
         wrong = [name for name in names if name in self.known and not self.known[name].ok]
         return min(wrong, key=lambda name: self.order.get(name, len(self.order)), default=None)
 
-    def look(self, names: Iterable[str]) -> None:
-        """Compares these values."""
+    def look(self, names: Iterable[str], cases: Sequence[int] | None = None) -> None:
+        """Compares these values, in all cases or some."""
+        cases = range(len(self._feeds)) if cases is None else cases
         names = [name for name in names if name not in self.known and name not in self._useless]
-        for name, node in self._measured(names).items():
+        for name, node in self._measured(names, cases).items():
             if node is None:
                 self._useless.add(name)
                 continue
@@ -174,14 +177,14 @@ class _Search:
                     pending.append(value)
         return sorted(seen - {name}, key=self.order.__getitem__)
 
-    def _measured(self, names: list[str]) -> dict[str, NodeError | None]:
+    def _measured(self, names: list[str], cases: Sequence[int]) -> dict[str, NodeError | None]:
         """None for what cannot be compared: no tensor, other shapes under one name, or a part that does not run."""
         if not names:
             return {}
         found: dict[str, NodeError | None] = {name: self._described(name) for name in names}
         probes = {name: self.common[name] for name in names}
         try:
-            for i, values in enumerate(self._values(probes)):
+            for i, values in zip(cases, self._values(probes, cases), strict=True):
                 for j, name in enumerate(names):
                     node = found[name]
                     if node is not None and not _add(node, i, self._feeds[i], [x[j] for x in values]):
@@ -190,10 +193,10 @@ class _Search:
             if len(names) == 1:  # a runtime that cannot give this value
                 return {names[0]: None}
             middle = len(names) // 2
-            return self._measured(names[:middle]) | self._measured(names[middle:])
+            return self._measured(names[:middle], cases) | self._measured(names[middle:], cases)
         return {name: node if node is not None and node.error.compared else None for name, node in found.items()}
 
-    def _values(self, probes: dict[str, int]) -> Iterator[tuple[list[Any], ...]]:
+    def _values(self, probes: dict[str, int], cases: Sequence[int]) -> Iterator[tuple[list[Any], ...]]:
         """For each case: the fused model's, the truth's, the original's, and those of its plain run."""
         fused, original = self._fused.exposing(probes), self._original.exposing(probes)
         session, run = fused.open(), original.runner([])
@@ -202,14 +205,14 @@ class _Search:
         with contextlib.suppress(Exception):  # else onnx's evaluator runs the original
             plain = original.open(optimised=False)
         with contextlib.suppress(Exception):  # else measured against the original itself, as the outputs are
-            truths = _float64.run(_float64.widen(original.proto), list(self._feeds))
-        for i, feeds in enumerate(self._feeds):
+            truths = _float64.run(_float64.widen(original.proto), [self._feeds[i] for i in cases])
+        for j, feeds in enumerate(self._feeds[i] for i in cases):
             expected = run(feeds)
             try:
                 again = original.run(plain, feeds) if plain is not None else expected
             except Exception:
                 again = expected
-            yield fused.run(session, feeds), truths[i] if truths else expected, expected, again
+            yield fused.run(session, feeds), truths[j] if truths else expected, expected, again
 
     def _described(self, name: str) -> NodeError:
         maker, new = self._makers[name], []

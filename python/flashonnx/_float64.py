@@ -97,7 +97,7 @@ def evaluate(model: onnx.ModelProto) -> Any:
             near = tuple(slice(None) if i == axis % data.ndim else slice(n) for i, n in enumerate(indices.shape))
             return (np.take_along_axis(data[near], indices.astype(np.int64), axis=axis),)
 
-    ours = [FlashAttention, FlashAttentionKVCache, FlashAttentionVarlen]
+    ours: list[Any] = [FlashAttention, FlashAttentionKVCache, FlashAttentionVarlen]
     return ReferenceEvaluator(model, new_ops=[Erf, Gelu, GatherElements, *ours])
 
 

@@ -105,7 +105,9 @@ void read_line(const std::string& line, Job* job) {
   std::istringstream words(line);
   std::string kind, word;
   words >> kind;
-  if (kind == "field") {
+  if (kind == "operator") {
+    words >> job->op;
+  } else if (kind == "field") {
     job->fields.push_back(read_field(words));
   } else if (kind == "shapes") {
     words >> word;

@@ -1,5 +1,6 @@
 // What the host is told to do, in lines that tests/trt_host.py writes.
 //
+//   operator NAME                         FlashAttention, unless another one
 //   field NAME int|float|string VALUE     as from an ONNX node; a string begins with "="
 //   shapes run|profile                    a set of shapes: run on them too, or only plan for them
 //   input DTYPE DIMS...                   in the node's order
@@ -42,6 +43,7 @@ struct Field {
 };
 
 struct Job {
+  std::string op = "FlashAttention";
   std::vector<Field> fields;
   std::vector<ShapeSet> shapes;
 };

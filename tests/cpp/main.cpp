@@ -22,7 +22,7 @@
 
 namespace {
 
-nvinfer1::IPluginCreatorV3One& find_creator(const std::string& library) {
+void open_library(const std::string& library) {
   nvinfer1::IPluginRegistry& registry = *getPluginRegistry();
   if (library.ends_with("_autoload.so")) {
     if (dlopen(library.c_str(), RTLD_LAZY) == nullptr) throw std::runtime_error(dlerror());
@@ -30,14 +30,17 @@ nvinfer1::IPluginCreatorV3One& find_creator(const std::string& library) {
     check(registry.loadLibrary(library.c_str()) != nullptr, library + ": " + take_errors());
     check(registry.loadLibrary(library.c_str()) == nullptr, "the library was loaded twice");
   }
-  auto* creator = registry.getCreator("FlashAttention", "1", "flashonnx");
-  check(creator != nullptr, library + " did not register FlashAttention: " + take_errors());
+}
+
+nvinfer1::IPluginCreatorV3One& find_creator(const std::string& name) {
+  auto* creator = getPluginRegistry()->getCreator(name.c_str(), "1", "flashonnx");
+  check(creator != nullptr, name + " is not registered: " + take_errors());
   check(std::string(creator->getInterfaceInfo().kind) == "PLUGIN CREATOR_V3ONE", "creator's kind");
   return *static_cast<nvinfer1::IPluginCreatorV3One*>(creator);
 }
 
-void do_job(nvinfer1::IPluginCreatorV3One& creator, const Job& job, std::istream& files,
-            bool guards) {
+void do_job(const Job& job, std::istream& files, bool guards) {
+  nvinfer1::IPluginCreatorV3One& creator = find_creator(job.op);
   Plugin plugin = create(creator, job.fields, nvinfer1::TensorRTPhase::kBUILD);
   check(plugin != nullptr, "refused by the creator");
   if (job.shapes.empty()) {
@@ -64,7 +67,8 @@ int main(int count, char** arguments) {
     return 2;
   }
   try {
-    nvinfer1::IPluginCreatorV3One& creator = find_creator(arguments[1]);
+    open_library(arguments[1]);
+    find_creator("FlashAttention");
     Job job;
     for (std::string line; std::getline(std::cin, line);) {
       if (!line.starts_with("go")) {
@@ -73,7 +77,7 @@ int main(int count, char** arguments) {
       }
       try {
         std::istringstream files(line.substr(2));
-        do_job(creator, job, files, count == 2);
+        do_job(job, files, count == 2);
       } catch (const std::exception& error) {
         std::cout << "failed " << error.what() << ": " << take_errors() << "\n";
       }

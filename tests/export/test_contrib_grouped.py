@@ -69,6 +69,25 @@ GQA: dict[str, tuple[Inputs, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("shortest", [6, 4])
+@pytest.mark.parametrize("biased", [False, True])
+def test_lengths_that_are_known(shortest: int, biased: bool) -> None:
+    """Where they say that nothing is padding there is no mask of it."""
+    fixed: Inputs = {"query": [2, 6, 64], "key": [2, 6, 32], "value": [2, 6, 32], "lengths": [2]}
+    before = grouped(fixed | ({"attention_bias": [2, 1, 6, 6]} if biased else {}), {"y": [2, 6, 64]})
+    lengths = np.array([6, shortest], np.int32) - 1
+    (place,) = (i for i, value in enumerate(before.graph.input) if value.name == "lengths")
+    del before.graph.input[place]
+    before.graph.initializer.append(onnx.numpy_helper.from_array(lengths, "lengths"))
+    fused, _ = fuse_and_check(before)
+    (node,) = nodes(fused)
+    mask = node.input[3] if len(node.input) > 3 else ""
+    assert mask == {(6, False): "", (6, True): "attention_bias"}.get((shortest, biased), mask)
+    assert mask or shortest == 6
+    inputs = fed(before, {}, 0, total=np.int32(6))
+    np.testing.assert_allclose(run(fused, inputs)[0], run(before, inputs)[0], atol=2e-5)
+
+
 @pytest.mark.parametrize("name", GQA)
 def test_grouped(name: str) -> None:
     inputs, given = GQA[name]

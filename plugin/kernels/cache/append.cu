@@ -1,9 +1,10 @@
 // Rotary embeddings, new keys and values into their slots, lengths and sequences: one launch,
 // before the attention kernel.
 //
-// Grid: x, a block for each token, then one for what belongs to no token; y, as many blocks as a
-// token's rows take. Block: 256 threads, each with one unit: `V` elements of a row, or of both
-// halves of a rotated one. Memory-bound: 16 bytes an access where everything is aligned.
+// Grid: x, a block for each token, then one for what belongs to no token; y, blocks for the rows
+// that are rotated, then for those of K and of V that are copied. Block: 128 threads; each has the
+// same part of several rows, `V` elements, or of both halves of a rotated row. Memory-bound: 16
+// bytes an access where everything is aligned.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -19,16 +20,23 @@
 namespace flashonnx {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kBlockThreads = 128;
+// Rows whose elements a thread asks for before it needs any.
+constexpr int kRows = 4;
+
+// How rows of so many parts are dealt out: `lanes` rows at a time to a block's threads, by `blocks`
+// blocks of a token.
+struct Deal {
+  int32_t parts, lanes, blocks;
+};
 
 struct Job {
   Params given;    // the caller's problem
   Params problem;  // of which key_lengths, cu_seqlens_*, q, k, v, o and lse are written
   int32_t ragged, cache, append, rotary;
   int32_t tokens;
-  int32_t pair_units;                          // of a rotated row: its pairs
-  int32_t head_units, key_units, value_units;  // of a row of Q, K (with its pairs) and V
-  int32_t units;                               // of a token
+  int32_t pairs;               // parts of a rotated row that are pairs; the others are copied
+  Deal rotated, keys, values;  // rows of Q and K, of K, of V
   int32_t log;
 };
 
@@ -104,7 +112,7 @@ __device__ void count(const Job& job) {
   __syncthreads();  // the sequences are there, also for others of the block
   const auto* sequences = static_cast<const int32_t*>(job.problem.cu_seqlens_q.data);
   auto* lengths = static_cast<int32_t*>(job.problem.key_lengths.data);
-  for (int64_t b = threadIdx.x; b < p.batch; b += kThreads) {
+  for (int64_t b = threadIdx.x; b < p.batch; b += kBlockThreads) {
     const int64_t tokens = job.ragged ? sequences[b + 1] - sequences[b] : p.q_length;
     const int64_t added = job.append ? tokens : 0, before = cached_keys(p, b);
     const int64_t wanted = before + added;
@@ -153,12 +161,6 @@ __device__ void store(void* data, int64_t element, const T* x) {
       *reinterpret_cast<const Vector<T, V>*>(x);
 }
 
-template <class T, int V>
-__device__ void copy(const void* source, int64_t from, void* target, int64_t to) {
-  *reinterpret_cast<Vector<T, V>*>(static_cast<T*>(target) + to) =
-      *reinterpret_cast<const Vector<T, V>*>(static_cast<const T*>(source) + from);
-}
-
 template <class T>
 __device__ void rotate(T& a, T& b, float cos, float sin) {
   const float re = to_float(a), im = to_float(b);
@@ -181,87 +183,142 @@ __device__ void read_table(const flashonnx_tensor& table, int64_t element, float
   }
 }
 
-// Unit `unit` of a row that is rotated: its pairs come first, then what is copied.
-template <class T, int V>
-__device__ void rotate_unit(const Job& job, int32_t unit, int64_t position, const void* source,
-                            int64_t from, void* target, int64_t to) {
-  const Params& p = job.given;
-  if (unit >= job.pair_units) {
-    const int64_t d = p.rotary_dim + int64_t{unit - job.pair_units} * V;
-    copy<T, V>(source, from + d, target, to + d);
-    return;
-  }
-  // V pairs: features d.. with d + half.., or 2 d with 2 d + 1..
-  const int64_t d = int64_t{unit} * V, half = p.rotary_dim / 2;
-  alignas(16) float cos[V], sin[V];
-  read_table<T, V>(p.rotary_cos, position * p.rotary_cos.stride[0] + d, cos);
-  read_table<T, V>(p.rotary_sin, position * p.rotary_sin.stride[0] + d, sin);
-  const int64_t first = p.rotary_interleaved ? 2 * d : d;
-  const int64_t second = p.rotary_interleaved ? 2 * d + V : d + half;
-  alignas(16) T x[2 * V];
-  load<T, V>(source, from + first, x);
-  load<T, V>(source, from + second, x + V);
-  if (p.rotary_interleaved) {
-#pragma unroll
-    for (int i = 0; i < V; ++i) rotate(x[2 * i], x[2 * i + 1], cos[i], sin[i]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < V; ++i) rotate(x[i], x[V + i], cos[i], sin[i]);
-  }
-  store<T, V>(target, to + first, x);
-  store<T, V>(target, to + second, x + V);
-}
-
 __device__ int64_t offset_of(const Job& job, const Token& token, int32_t row, int64_t head,
                              const flashonnx_tensor& tensor) {
   return head * tensor.stride[1] + (job.ragged ? row : token.i) * tensor.stride[2] +
          (job.ragged ? 0 : token.b * tensor.stride[0]);
 }
 
-// One unit of the rows of a token: first Q's, if they are rotated, then K's and V's.
+// The place of a token's key (of head 0) in a cache; -1: it has none.
+__device__ int64_t place_of(const Job& job, const Token& token, const flashonnx_tensor& cache) {
+  return place_of_key(job.given, cache, token.b, 0, cached_keys(job.given, token.b) + token.i);
+}
+
+// Calls body(part, first row, step between rows) for each part, of `units`, that is this thread's.
+template <class Body>
+__device__ void deal_out(const Deal& deal, int32_t block, int32_t units, Body body) {
+  const int32_t lane = threadIdx.x / deal.parts;
+  if (lane >= deal.lanes) return;
+  for (int32_t part = threadIdx.x % deal.parts; part < units; part += deal.parts)
+    body(part, block * deal.lanes + lane, deal.blocks * deal.lanes);
+}
+
+// The heads of K or V of a token, to its place in the cache.
 template <class T, int V>
-__device__ void process_unit(const Job& job, const Token& token, int32_t row, int32_t unit) {
-  const Params& p = job.given;
-  const int64_t position = job.rotary ? rotary_position(p, token.b, token.i, token.tokens, row) : 0;
-  const int32_t queries = job.rotary ? static_cast<int32_t>(p.q_heads) * job.head_units : 0;
-  if (unit < queries) {
-    const int32_t head = unit / job.head_units;
-    rotate_unit<T, V>(job, unit % job.head_units, position, p.q.data,
-                      offset_of(job, token, row, head, p.q), job.problem.q.data,
-                      offset_of(job, token, row, head, job.problem.q));
-    return;
-  }
-  unit -= queries;
-  const int64_t slot = cached_keys(p, token.b) + token.i;
-  const int32_t keys = static_cast<int32_t>(p.kv_heads) * job.key_units;
-  const bool is_key = unit < keys;
-  if (!is_key) unit -= keys;
-  const int32_t row_units = is_key ? job.key_units : job.value_units;
-  const int32_t head = unit / row_units, part = unit % row_units;
-  const flashonnx_tensor& source = is_key ? p.k : p.v;
-  const flashonnx_tensor& target = is_key ? job.problem.k : job.problem.v;
-  const int64_t to = place_of_key(p, target, token.b, head, slot);
-  if (to < 0) {
-    if (job.log && is_key && head == 0 && part == 0 && slot < p.cache_capacity)
-      printf("flashonnx: sequence %d: slot %lld has no page: its key is dropped\n", token.b,
-             static_cast<long long>(slot));
-    return;
-  }
-  const int64_t from = offset_of(job, token, row, head, source);
-  if (is_key && job.rotary) {
-    rotate_unit<T, V>(job, part, position, source.data, from, target.data, to);
+__device__ void copy_heads(const Job& job, const Token& token, int32_t row, int32_t block,
+                           const Deal& deal, const flashonnx_tensor& source,
+                           const flashonnx_tensor& target, int64_t dim) {
+  const int64_t from = offset_of(job, token, row, 0, source), to = place_of(job, token, target);
+  const int32_t heads = static_cast<int32_t>(job.given.kv_heads);
+  if (to < 0) return;
+  deal_out(
+      deal, block, static_cast<int32_t>(dim / V), [&](int32_t part, int32_t first, int32_t step) {
+        for (int32_t head = first; head < heads; head += kRows * step) {
+          alignas(16) T x[kRows][V];
+#pragma unroll
+          for (int i = 0; i < kRows; ++i) {
+            if (head + i * step >= heads) break;
+            load<T, V>(source.data, from + (head + i * step) * source.stride[1] + part * V, x[i]);
+          }
+#pragma unroll
+          for (int i = 0; i < kRows; ++i) {
+            if (head + i * step >= heads) break;
+            store<T, V>(target.data, to + (head + i * step) * target.stride[1] + part * V, x[i]);
+          }
+        }
+      });
+}
+
+// V pairs of a row, features d.. with d + half.., or 2 d with 2 d + 1.., which are rotated; or V
+// features that follow those.
+struct Part {
+  int64_t first, second;
+  bool pairs;
+};
+
+template <int V>
+__device__ Part part_of(const Job& job, int32_t part) {
+  const int64_t d = int64_t{part} * V, dim = job.given.rotary_dim;
+  if (part >= job.pairs) return {dim + d - int64_t{job.pairs} * V, 0, false};
+  if (job.given.rotary_interleaved) return {2 * d, 2 * d + V, true};
+  return {d, d + dim / 2, true};
+}
+
+template <class T, int V>
+__device__ void rotate_pairs(bool interleaved, const float (&cos)[V], const float (&sin)[V],
+                             T (&x)[2 * V]) {
+  if (interleaved) {
+#pragma unroll
+    for (int i = 0; i < V; ++i) rotate(x[2 * i], x[2 * i + 1], cos[i], sin[i]);
   } else {
-    const int64_t d = int64_t{part} * V;
-    copy<T, V>(source.data, from + d, target.data, to + d);
+#pragma unroll
+    for (int i = 0; i < V; ++i) rotate(x[i], x[V + i], cos[i], sin[i]);
   }
+}
+
+// The heads of Q of a token, and those of K if they are appended, rotated.
+template <class T, int V>
+__device__ void rotate_heads(const Job& job, const Token& token, int32_t row, int32_t block) {
+  const Params& p = job.given;
+  const int64_t q_from = offset_of(job, token, row, 0, p.q);
+  const int64_t q_to = offset_of(job, token, row, 0, job.problem.q);
+  const int64_t k_from = job.append ? offset_of(job, token, row, 0, p.k) : 0;
+  const int32_t q_heads = static_cast<int32_t>(p.q_heads);
+  const int32_t heads = q_heads + (job.append ? static_cast<int32_t>(p.kv_heads) : 0);
+  const int32_t units = job.pairs + static_cast<int32_t>((p.head_dim - p.rotary_dim) / V);
+  deal_out(job.rotated, block, units, [&](int32_t unit, int32_t first, int32_t step) {
+    const Part part = part_of<V>(job, unit);
+    alignas(16) float cos[V], sin[V];
+    int64_t k_to = -1;
+    for (int32_t head = first; head < heads; head += kRows * step) {
+      alignas(16) T x[kRows][2 * V];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const int32_t h = head + i * step;
+        if (h >= heads) break;
+        const void* source = h < q_heads ? p.q.data : p.k.data;
+        const int64_t from =
+            h < q_heads ? q_from + h * p.q.stride[1] : k_from + (h - q_heads) * p.k.stride[1];
+        load<T, V>(source, from + part.first, x[i]);
+        if (part.pairs) load<T, V>(source, from + part.second, x[i] + V);
+      }
+      if (head == first) {  // after the elements were asked for: they do not depend on lengths
+        if (job.append) k_to = place_of(job, token, job.problem.k);
+        if (part.pairs) {
+          const int64_t position = rotary_position(p, token.b, token.i, token.tokens, row);
+          const int64_t d = int64_t{unit} * V;
+          read_table<T, V>(p.rotary_cos, position * p.rotary_cos.stride[0] + d, cos);
+          read_table<T, V>(p.rotary_sin, position * p.rotary_sin.stride[0] + d, sin);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const int32_t h = head + i * step;
+        if (h >= heads || (h >= q_heads && k_to < 0)) break;
+        if (part.pairs) rotate_pairs<T, V>(p.rotary_interleaved, cos, sin, x[i]);
+        void* target = h < q_heads ? job.problem.q.data : job.problem.k.data;
+        const int64_t to = h < q_heads ? q_to + h * job.problem.q.stride[1]
+                                       : k_to + (h - q_heads) * job.problem.k.stride[1];
+        store<T, V>(target, to + part.first, x[i]);
+        if (part.pairs) store<T, V>(target, to + part.second, x[i] + V);
+      }
+    }
+  });
+}
+
+__device__ void report_missing_page(const Job& job, const Token& token) {
+  const int64_t slot = cached_keys(job.given, token.b) + token.i;
+  if (slot >= job.given.cache_capacity || place_of(job, token, job.problem.v) >= 0) return;
+  printf("flashonnx: sequence %d: slot %lld has no page: its key is dropped\n", token.b,
+         static_cast<long long>(slot));
 }
 
 // A row of O that no sequence has, or that is too far into its own.
 __device__ void clear_row(const Job& job, int32_t row) {
   const Params& p = job.given;
   const int64_t elements = p.q_heads * p.value_dim;
-  const int64_t first = int64_t{blockIdx.y} * kThreads + threadIdx.x;
-  for (int64_t i = first; i < elements; i += int64_t{gridDim.y} * kThreads) {
+  const int64_t first = int64_t{blockIdx.y} * kBlockThreads + threadIdx.x;
+  for (int64_t i = first; i < elements; i += int64_t{gridDim.y} * kBlockThreads) {
     const int64_t at = i / p.value_dim * p.o.stride[1] + row * p.o.stride[2] + i % p.value_dim;
     if (p.o.dtype == FLASHONNX_FLOAT32) {
       static_cast<float*>(p.o.data)[at] = 0;
@@ -270,13 +327,13 @@ __device__ void clear_row(const Job& job, int32_t row) {
     }
   }
   if (p.lse.dtype == FLASHONNX_NONE) return;
-  for (int64_t head = first; head < p.q_heads; head += int64_t{gridDim.y} * kThreads) {
+  for (int64_t head = first; head < p.q_heads; head += int64_t{gridDim.y} * kBlockThreads) {
     static_cast<float*>(p.lse.data)[head * p.lse.stride[1] + row * p.lse.stride[2]] = -INFINITY;
   }
 }
 
 template <class T, int V>
-__global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant__ Job job) {
+__global__ void __launch_bounds__(kBlockThreads) append_kernel(const __grid_constant__ Job job) {
   const int64_t block = blockIdx.x;
   if (block == job.tokens) {
     if (blockIdx.y == 0) count(job);
@@ -287,9 +344,17 @@ __global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant_
   const bool inside = token.b >= 0;
   if (job.ragged && (!inside || token.i >= job.given.q_length)) clear_row(job, row);
   if (!inside) return;
-  const int64_t step = int64_t{gridDim.y} * kThreads;
-  for (int64_t unit = int64_t{blockIdx.y} * kThreads + threadIdx.x; unit < job.units; unit += step)
-    process_unit<T, V>(job, token, row, static_cast<int32_t>(unit));
+  const Params& p = job.given;
+  int32_t part = static_cast<int32_t>(blockIdx.y);
+  if (part < job.rotated.blocks) return rotate_heads<T, V>(job, token, row, part);
+  part -= job.rotated.blocks;
+  if (part < job.keys.blocks) {
+    return copy_heads<T, V>(job, token, row, part, job.keys, p.k, job.problem.k, p.head_dim);
+  }
+  part -= job.keys.blocks;
+  if (part >= job.values.blocks) return;
+  if (job.log && part == 0 && threadIdx.x == 0) report_missing_page(job, token);
+  copy_heads<T, V>(job, token, row, part, job.values, p.v, job.problem.v, p.value_dim);
 }
 
 // Whether all rows of the tensor consist of whole, aligned vectors of 16 bytes.
@@ -316,22 +381,34 @@ bool all_aligned(const Job& job, int64_t size) {
          p.rotary_dim / 2 * size % 16 == 0;
 }
 
+// `rows` rows of `units` parts each. Few tokens leave the device idle unless each of their rows has
+// threads of its own.
+Deal deal_of(int64_t rows, int64_t units, int32_t tokens) {
+  constexpr int32_t kManyTokens = 512, kMostBlocks = 1024;
+  if (rows == 0) return {1, 0, 0};
+  const auto parts = static_cast<int32_t>(std::min<int64_t>(units, kBlockThreads));
+  const int32_t lanes = kBlockThreads / parts;
+  const int64_t each = int64_t{lanes} * (tokens >= kManyTokens ? kRows : 1);
+  return {parts, lanes,
+          static_cast<int32_t>(std::min<int64_t>((rows + each - 1) / each, kMostBlocks))};
+}
+
 template <class T, int V>
 flashonnx_status launch(Job job, cudaStream_t stream) {
   const Params& p = job.given;
-  const auto units = [](int64_t elements) { return static_cast<int32_t>(elements / V); };
-  const int64_t rotary = job.rotary ? p.rotary_dim : 0;
-  job.pair_units = units(rotary / 2);
-  job.head_units = job.key_units = job.pair_units + units(p.head_dim - rotary);
-  job.value_units = units(p.value_dim);
-  const int64_t heads = (job.rotary ? p.q_heads : 0) + (job.append ? p.kv_heads : 0);
-  const int64_t all = heads * job.head_units + (job.append ? p.kv_heads * job.value_units : 0);
-  constexpr int64_t kMaxBlocks = 1024;
-  job.units = static_cast<int32_t>(all);
+  const int64_t new_heads = job.append ? p.kv_heads : 0;
+  if (job.rotary) {
+    job.pairs = static_cast<int32_t>(p.rotary_dim / 2 / V);
+    job.rotated =
+        deal_of(p.q_heads + new_heads, job.pairs + (p.head_dim - p.rotary_dim) / V, job.tokens);
+  } else {
+    job.keys = deal_of(new_heads, p.head_dim / V, job.tokens);
+  }
+  job.values = deal_of(new_heads, p.value_dim / V, job.tokens);
   cudaLaunchConfig_t config = {};
-  const int64_t blocks = std::clamp<int64_t>((all + kThreads - 1) / kThreads, 1, kMaxBlocks);
-  config.gridDim = dim3(static_cast<unsigned>(job.tokens) + 1, static_cast<unsigned>(blocks));
-  config.blockDim = dim3(kThreads);
+  const int32_t blocks = job.rotated.blocks + job.keys.blocks + job.values.blocks;
+  config.gridDim = dim3(static_cast<unsigned>(job.tokens) + 1, std::max(blocks, 1));
+  config.blockDim = dim3(kBlockThreads);
   config.stream = stream;
   return cuda_status(cudaLaunchKernelEx(&config, append_kernel<T, V>, job), "cache append kernel");
 }

@@ -29,6 +29,7 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   return x;
 }
 
+__device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 

@@ -46,7 +46,8 @@ flashonnx_status launch(const Params& params, void*, void* stream) {
   // A key without a page has a bias. A mask with a row for each query has none, and goes first.
   if (problem.pages.table && !problem.mask.data) plan.mask_per_key = true;
   const bool bfloat16 = params.q.dtype == FLASHONNX_BFLOAT16;
-  const int64_t dim = std::max(params.head_dim, params.value_dim);
+  int64_t dim = std::max(params.head_dim, params.value_dim);
+  if (problem.ragged.queries || problem.pages.table) dim = gathered_dim(dim);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   if (dim <= 32) return launch_32(problem, plan, bfloat16, cuda_stream);
   if (dim <= 64) return launch_64(problem, plan, bfloat16, cuda_stream);

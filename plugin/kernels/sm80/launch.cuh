@@ -37,7 +37,9 @@ template <class C>
 flashonnx_status launch_tiling(const Problem& p, const Plan& plan, bool bfloat16,
                                cudaStream_t stream) {
   const auto launch = [&]<class T>(T) {
-    if (p.ragged.queries || p.pages.table) return launch_kernel<T, C, kGathered>(p, plan, stream);
+    if constexpr (gathered_dim(C::kDim) == C::kDim) {
+      if (p.ragged.queries || p.pages.table) return launch_kernel<T, C, kGathered>(p, plan, stream);
+    }
     if (plan.all_tiles || plan.mask_per_key) return launch_kernel<T, C, kGeneral>(p, plan, stream);
     return launch_kernel<T, C, kPlain>(p, plan, stream);
   };

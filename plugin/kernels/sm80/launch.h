@@ -8,6 +8,9 @@
 
 namespace flashonnx::sm80 {
 
+// Ragged batches and pages have code for some of the buckets: each instance costs its compilation.
+constexpr int64_t gathered_dim(int64_t dim) { return dim <= 64 ? 64 : dim <= 128 ? 128 : 256; }
+
 flashonnx_status launch_32(const Problem& problem, const Plan& plan, bool bfloat16,
                            cudaStream_t stream);
 flashonnx_status launch_64(const Problem& problem, const Plan& plan, bool bfloat16,

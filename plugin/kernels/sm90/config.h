@@ -62,6 +62,7 @@ struct Tiling {
 
 //                      dim  groups  keys  stages of K, V; Q  turns     queries  shared memory
 using Tiling64 = Tiling<64, 3, 128, 4, 2, true>;    //               192      179 KB
+using Short64 = Tiling<64, 2, 128, 4, 2, true>;     //               128      163 KB
 using Tiling96 = Tiling<96, 2, 128, 3, 2, true>;    //               128      193 KB
 using Tiling128 = Tiling<128, 2, 128, 2, 2, true>;  //               128      193 KB
 using Tiling192 = Tiling<192, 2, 96, 2, 1, false>;  //               128      193 KB

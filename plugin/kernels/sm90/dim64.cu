@@ -1,9 +1,20 @@
 #include "kernels/sm90/launch.cuh"
 
 namespace flashonnx::sm90 {
+namespace {
+
+// Whether tiles of 128 queries are done sooner than those of 192, which do 1.16 times as much in a
+// time: 256 queries in 233 instead of 193 TFLOP/s, 512 in 319 instead of 371 (H200).
+bool prefers_short_tiles(int64_t queries) {
+  const auto padded = [&](int64_t tile) { return (queries + tile - 1) / tile * tile; };
+  return padded(128) * 116 < padded(192) * 100;
+}
+
+}  // namespace
 
 flashonnx_status launch_64(const Params& params, cudaStream_t stream) {
-  return launch_either<Tiling64, General64>(params, stream);
+  return prefers_short_tiles(params.q_length) ? launch_either<Short64, General64>(params, stream)
+                                              : launch_either<Tiling64, General64>(params, stream);
 }
 
 }  // namespace flashonnx::sm90

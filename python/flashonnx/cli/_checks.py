@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import re
 import subprocess
@@ -220,16 +221,15 @@ def onnxruntime() -> Check:
     from flashonnx._library import LibraryError
     from flashonnx._runtime import checked_onnxruntime
 
-    installed = [name for name in ("onnxruntime", "onnxruntime-gpu", "onnxruntime-directml") if _version(name)]
     try:
         module: Any = checked_onnxruntime()
     except LibraryError as error:
         found, _, todo = str(error).rpartition(": ")
         return Check("ONNX Runtime", "wrong", found, todo)
     found = f"{module.__version__}, {', '.join(module.get_available_providers())}"
-    if len(installed) > 1:
-        todo = f"{' and '.join(installed)} share one folder and break each other: uninstall both, install one"
-        return Check("ONNX Runtime", "wrong", found, todo)
+    if len(installed := _in_one_folder()) > 1:
+        todo = f"{' and '.join(installed)} overwrite each other in one folder: uninstall both, install one"
+        return Check("ONNX Runtime", "warning", found, todo)
     return Check("ONNX Runtime", "ok", found)
 
 
@@ -331,6 +331,19 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _in_one_folder() -> list[str]:
+    """The packages that bring the module onnxruntime, if more than one does in the folder it comes from."""
+    import onnxruntime
+
+    folder = Path(onnxruntime.__file__).parent.parent
+    found = []
+    for name in ("onnxruntime", "onnxruntime-gpu", "onnxruntime-directml"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            if Path(str(metadata.distribution(name).locate_file(""))).resolve() == folder.resolve():
+                found.append(name)
+    return found
 
 
 def _installed() -> list[str]:

@@ -201,7 +201,7 @@ def _tell_group(group: list[Row], missing: str) -> None:
         say(f"  asks for {', '.join(a.features)}")
     found: dict[str, list[str]] = {}
     for arch, (name, _) in row.kernels.items():
-        found.setdefault(name, []).append(_short(arch))
+        found.setdefault(name, []).append(_short(arch) if arch else "the CPU")
     parts = [f"{name} on {', '.join(on)}" for name, on in found.items() if name]
     if parts:
         say(Text.assemble("  kernel ", ("; ".join(parts), "green")))

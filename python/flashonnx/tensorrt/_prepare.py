@@ -21,7 +21,7 @@ _LARGE = 1024  # bytes; larger weights say nothing about types
 def prepare_for_tensorrt(
     model: onnx.ModelProto | ir.Model | str | os.PathLike[str], *, onnxruntime: bool = False
 ) -> onnx.ModelProto:
-    """A copy of the model in which TensorRT imports each FlashAttention as the plugin.
+    """A copy of the model in which TensorRT imports each FlashAttention, FlashAttentionKVCache and Varlen as a plugin.
 
     The portable function bodies go (TensorRT would take them instead of the plugin). Absent optional inputs and
     outputs, which its parser refuses, are left out, and the attributes `inputs` and `outputs` name those that are
@@ -80,9 +80,7 @@ def _inline(model: onnx.ModelProto) -> onnx.ModelProto:
     import onnx_ir as ir
     import onnx_ir.passes.common
 
-    from flashonnx.export.operator.schema import DOMAIN, INPUTS, OP_TYPE
-
-    mask = INPUTS.index("attn_mask")
+    from flashonnx.export.operator.schema import DOMAIN
     nodes = {
         (function.domain, function.name, function.overload): [n for part in _lists_in(function.node) for n in part]
         for function in model.functions
@@ -93,7 +91,7 @@ def _inline(model: onnx.ModelProto) -> onnx.ModelProto:
         for identifier in nodes.keys() - inlined
         for node in nodes[identifier]
         if (node.domain, node.op_type, node.overload) in inlined
-        or ((node.domain, node.op_type) == (DOMAIN, OP_TYPE) and len(node.input) > mask and node.input[mask])
+        or (node.domain == DOMAIN and _named_inputs(node).get("attn_mask"))
     }:
         inlined |= found
     if not inlined:
@@ -108,13 +106,13 @@ def _inline(model: onnx.ModelProto) -> onnx.ModelProto:
 def _move_to_provider_domain(model: onnx.ModelProto) -> None:
     import onnx
 
-    from flashonnx.export.operator.schema import DOMAIN, OP_TYPE
+    from flashonnx.export.operator.schema import DOMAIN, OPERATORS
 
-    name, version, namespace = PLUGIN
+    _, version, namespace = PLUGIN
     for nodes in _node_lists(model):
         for node in nodes:
-            if (node.domain, node.op_type) == (DOMAIN, OP_TYPE):
-                node.op_type, node.domain = name, _PROVIDER_DOMAIN
+            if node.domain == DOMAIN and node.op_type in OPERATORS:
+                node.domain = _PROVIDER_DOMAIN
                 # The domain is no longer the plugin's namespace, so the parser has to be told.
                 for attribute, value in (("plugin_version", version), ("plugin_namespace", namespace)):
                     node.attribute.append(onnx.helper.make_attribute(attribute, value))
@@ -205,15 +203,15 @@ def _prepare_nodes(nodes: MutableSequence[onnx.NodeProto], booleans: set[str], t
     """Prepares each node and casts its mask; `taken` are the names of values, which the casts' join."""
     import onnx
 
-    from flashonnx.export.operator.schema import DOMAIN, INPUTS, OP_TYPE, OUTPUTS
+    from flashonnx.export.operator.schema import DOMAIN, OPERATORS, outputs_of
 
     position = 0
     casts: dict[str, str] = {}
     while position < len(nodes):
         node = nodes[position]
-        if (node.domain, node.op_type) == (DOMAIN, OP_TYPE) and not _is_prepared(node):
-            inputs = {name: value for name, value in zip(INPUTS, node.input, strict=False) if value}
-            outputs = {name: value for name, value in zip(OUTPUTS, node.output, strict=False) if value}
+        if node.domain == DOMAIN and node.op_type in OPERATORS and not _is_prepared(node):
+            inputs = _named_inputs(node)
+            outputs = {name: x for name, x in zip(outputs_of(node.op_type), node.output, strict=False) if x}
             mask = inputs.get("attn_mask")
             if mask in booleans:
                 if mask not in casts:
@@ -224,6 +222,15 @@ def _prepare_nodes(nodes: MutableSequence[onnx.NodeProto], booleans: set[str], t
                 inputs["attn_mask"] = casts[mask]
             _rewrite(node, inputs, outputs)
         position += 1
+
+
+def _named_inputs(node: onnx.NodeProto) -> dict[str, str]:
+    """The values that come to an operator of ours, by the names of its inputs, without absent ones."""
+    from flashonnx.export.operator.schema import OPERATORS, inputs_of
+
+    if node.op_type not in OPERATORS:
+        return {}
+    return {name: value for name, value in zip(inputs_of(node.op_type), node.input, strict=False) if value}
 
 
 def _free_name(name: str, taken: set[str]) -> str:
@@ -240,18 +247,19 @@ def _is_prepared(node: onnx.NodeProto) -> bool:
 def _rewrite(node: onnx.NodeProto, inputs: dict[str, str], outputs: dict[str, str]) -> None:
     import onnx
 
-    from flashonnx.export.operator.schema import ATTRIBUTES, default
+    from flashonnx.export.operator.schema import OPERATORS
 
+    known = OPERATORS[node.op_type]
     given = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
-    unknown = sorted(given.keys() - ATTRIBUTES.keys())
+    unknown = sorted(given.keys() - known.keys())
     if unknown:  # TensorRT's parser would drop it without a word
-        raise ValueError(f"FlashAttention {node.name!r} has no attribute {unknown[0]!r}")
-    attributes = {name: given.get(name, default(name)) for name in ATTRIBUTES}
+        raise ValueError(f"{node.op_type} {node.name!r} has no attribute {unknown[0]!r}")
+    attributes = {name: given.get(name, default) for name, default in known.items()}
     attributes = {name: value for name, value in attributes.items() if value is not None}
     for name, value in attributes.items():
         if isinstance(value, int) and not -_INT32_MAX <= value <= _INT32_MAX:
             if value < 0 or name not in ("left_window_size", "right_window_size"):
-                where = f"FlashAttention {node.name!r}: attribute {name!r}"
+                where = f"{node.op_type} {node.name!r}: attribute {name!r}"
                 raise ValueError(f"{where} is expected to fit into 32 bits, got {value}")
             attributes[name] = _INT32_MAX  # no sequence is longer
     attributes |= {"inputs": ",".join(inputs), "outputs": ",".join(outputs)}

@@ -65,7 +65,7 @@ struct Machine {
   Index block, grid;
   Barrier block_barrier;
   std::vector<Barrier> warp_barriers;
-  std::vector<float> exchange;  // shuffles
+  std::vector<double> exchange;  // shuffles, of floats and 32-bit integers
   std::unique_ptr<float4[]> shared;
   std::function<void()> kernel;
   std::mt19937 random{0};
@@ -102,7 +102,7 @@ inline void run_thread() {
 inline void run_block(int threads) {
   constexpr size_t kStack = 256 << 10;
   machine.fibers.resize(std::max<size_t>(machine.fibers.size(), threads));
-  machine.exchange.assign(threads, 0.f);
+  machine.exchange.assign(threads, 0.);
   machine.block_barrier = {threads};
   machine.warp_barriers.assign(threads / 32, Barrier{32});
   std::vector<int> order;
@@ -151,11 +151,12 @@ inline void copy_wait() {
   copies.clear();
 }
 
-inline float shuffle(float x, int source) {
+template <class T>
+T shuffle(T x, int source) {
   Barrier& barrier = machine.warp_barriers[machine.current / 32];
-  machine.exchange[machine.current] = x;
+  machine.exchange[machine.current] = static_cast<double>(x);
   wait(barrier, false);
-  const float y = machine.exchange[source];
+  const T y = static_cast<T>(machine.exchange[source]);
   wait(barrier, false);
   return y;
 }
@@ -191,8 +192,22 @@ inline unsigned __ballot_sync(unsigned, bool vote) {
   return votes;
 }
 inline int __clz(int x) { return std::countl_zero(static_cast<unsigned>(x)); }
-inline float __shfl_sync(unsigned, float x, int lane) {
+inline int __ffs(int x) { return x == 0 ? 0 : std::countr_zero(static_cast<unsigned>(x)) + 1; }
+template <class T>
+T __shfl_sync(unsigned, T x, int lane) {
   return emulator::shuffle(x, emulator::machine.current / 32 * 32 + lane);
+}
+template <class T>
+T __shfl_up_sync(unsigned, T x, int distance) {
+  const int lane = emulator::machine.current;
+  return emulator::shuffle(x, lane % 32 >= distance ? lane - distance : lane);
+}
+inline bool __any_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
+inline int __reduce_max_sync(unsigned mask, int x) {
+  for (int distance = 16; distance > 0; distance /= 2)
+    x = max(x, emulator::shuffle(x, emulator::machine.current ^ distance));
+  (void)mask;
+  return x;
 }
 
 template <class... T>

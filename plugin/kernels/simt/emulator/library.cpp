@@ -1,12 +1,14 @@
-// A libflashonnx in which the device "CPU" runs the CUDA kernels of this folder in the emulator,
-// one call at a time, so that the tests of the seam exercise them on machines without a GPU:
+// A libflashonnx in which the device "CPU" runs the CUDA kernels of this folder, and of cache/, in
+// the emulator, one call at a time, so that the tests of the seam exercise them on machines without
+// a GPU:
 //
 //   g++ -std=c++20 -O1 -fPIC -shared -I plugin/kernels/simt/emulator -I plugin -I plugin/include \
 //       -isystem $CUDA/include -DFLASHONNX_VERSION='"emulated"' \
 //       plugin/kernels/{attention,resolve,validate,validate_cache}.cpp \
-//       plugin/kernels/common/problem.cpp plugin/kernels/cpu/{prepare,kernel_generic}.cpp \
-//       plugin/kernels/simt/emulator/library.cpp -o libflashonnx_emulated.so
-//   FLASHONNX_LIBRARY=libflashonnx_emulated.so pytest tests/test_kernels.py -k "cpu and not many"
+//       plugin/kernels/common/problem.cpp plugin/kernels/simt/emulator/library.cpp \
+//       -o libflashonnx_emulated.so
+//   FLASHONNX_LIBRARY=libflashonnx_emulated.so pytest tests/test_kernels.py
+//   tests/test_cache_kernels.py -k "cpu and not many"
 //
 // With -fsanitize=address,undefined (and LD_PRELOAD of libasan) accesses outside any buffer are
 // caught too.
@@ -14,8 +16,8 @@
 // After it:
 #include <mutex>
 
+#include "kernels/cache/append.cu"
 #include "kernels/cpu/concat.h"
-#include "kernels/cpu/task.h"
 #include "kernels/simt/bits16.cu"
 #include "kernels/simt/combine.cu"
 #include "kernels/simt/concat.cu"
@@ -39,8 +41,10 @@ Params on_h200(const Params& params) {
 
 }  // namespace
 
-// What comes before a cache's attention is the CPU's own.
-Rotate best_rotate() { return generic::rotate; }
+flashonnx_status prepare(const Params& params, const Params& problem) {
+  const std::lock_guard lock(one_call);
+  return prepare_cuda(params, problem, nullptr);
+}
 
 int64_t workspace(const Params& params) { return simt::workspace(on_h200(params)); }
 

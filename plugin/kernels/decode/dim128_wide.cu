@@ -1,0 +1,10 @@
+#include "kernels/decode/launch.cuh"
+
+namespace flashonnx::decode {
+
+flashonnx_status launch_128_wide(const Problem& problem, const Decode& decode, const Grid& grid,
+                                 bool bfloat16, cudaStream_t stream) {
+  return launch_tiling<Tiling128Wide>(problem, decode, grid, bfloat16, stream);
+}
+
+}  // namespace flashonnx::decode

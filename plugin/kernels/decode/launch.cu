@@ -1,0 +1,240 @@
+// Which problems are taken, and over how many blocks their keys are spread.
+#include "kernels/decode/launch.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "kernels/common/status.h"
+#include "kernels/decode/config.h"
+
+namespace flashonnx::decode {
+namespace {
+
+bool present(const flashonnx_tensor& tensor) { return tensor.dtype != FLASHONNX_NONE; }
+
+constexpr int64_t divide_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
+
+// What the choice of a grid knows of a tiling.
+struct Shape {
+  int dim, rows, ring_bytes, extra_bytes;
+  flashonnx_status (*launch)(const Problem&, const Decode&, const Grid&, bool, cudaStream_t);
+};
+
+template <class C>
+constexpr Shape shape_of(decltype(Shape::launch) launch) {
+  return {C::kDim, C::kRows, C::kRingBytes, C::kExtraBytes, launch};
+}
+
+Shape shape_of(const Params& params) {
+  const int64_t dim = std::max(params.head_dim, params.value_dim);
+  const bool wide = params.q_heads / params.kv_heads * params.q_length > 8;
+  if (dim <= 64) {
+    return wide ? shape_of<Tiling64Wide>(launch_64_wide) : shape_of<Tiling64>(launch_64);
+  }
+  if (dim <= 128) {
+    return wide ? shape_of<Tiling128Wide>(launch_128_wide) : shape_of<Tiling128>(launch_128);
+  }
+  return shape_of<Tiling256>(launch_256);
+}
+
+constexpr int kMaxWarps = Tiling128::kMaxWarps;
+constexpr int64_t kTileKeys = Tiling128::kKeys;
+constexpr int64_t kMaxPartitions = 64;
+constexpr int64_t kFixedSplits = 8;  // where results may not depend on batch mates
+
+// Warps of a block, whose rings want much shared memory, if so many blocks are to share a
+// multiprocessor.
+int64_t warps_of(const Shape& shape, int64_t shared_memory, int64_t resident) {
+  constexpr int64_t kReserved = 1024;  // by the system, for each block
+  const int64_t bytes = (shared_memory + kReserved) / resident - kReserved - shape.extra_bytes;
+  return std::clamp<int64_t>(bytes / shape.ring_bytes, resident == 1 ? 1 : 0, kMaxWarps / resident);
+}
+
+// Blocks of a cluster can send each other their results; where there are none, 1.
+int64_t max_cluster(const flashonnx_device& device) {
+  return device.arch == 90 && device.sm_count >= 64 ? Tiling128::kMaxCluster : 1;
+}
+
+struct Split {
+  int64_t warps, cluster, partitions;
+};
+
+// Over how many blocks, of how many warps, the keys of a tile of rows are spread: a cluster, which
+// brings its results together by itself; or several, or blocks without clusters, which needs the
+// workspace and another kernel. The numbers were measured on an H200.
+Split split_of(const Params& params, const Shape& shape) {
+  const int64_t rows = params.q_heads / params.kv_heads * params.q_length;
+  const int64_t units =
+      std::max<int64_t>(params.batch * params.kv_heads * divide_up(rows, shape.rows), 1);
+  const int64_t tiles = std::max<int64_t>(divide_up(params.kv_length, kTileKeys), 1);
+  const int64_t largest = max_cluster(params.device), processors = params.device.sm_count;
+  const int64_t whole = warps_of(shape, params.device.shared_memory, 1);
+  const int64_t half = warps_of(shape, params.device.shared_memory, 2);
+  // The capacity alone counts if results may not depend on batch mates.
+  if (params.fixed_split) {
+    constexpr int64_t kFixedTiles = 32;
+    const int64_t wanted = std::clamp<int64_t>(divide_up(tiles, kFixedTiles), 1, kFixedSplits);
+    return largest > 1 ? Split{whole, wanted, 1} : Split{whole, 1, wanted};
+  }
+  // Little work: what counts is how soon it begins and how quickly results are together.
+  if (largest > 1 && units * tiles <= 8 * processors) {
+    const int64_t warps = std::min<int64_t>(whole, 4);
+    return {warps, std::clamp<int64_t>(tiles / (2 * warps), 1, largest), 1};
+  }
+  // Blocks as large as a multiprocessor, unless smaller ones, two of them on each, keep clearly
+  // more warps busy, or there are so many that one may begin while another ends.
+  const auto spread = [&](int64_t warps, int64_t resident) {
+    return std::clamp<int64_t>(processors * resident / units, 1, divide_up(tiles, warps));
+  };
+  const auto busy = [&](int64_t warps, int64_t resident) {
+    const int64_t slots = processors * resident, blocks = units * spread(warps, resident);
+    return static_cast<double>(blocks * warps) / (divide_up(blocks, slots) * processors);
+  };
+  const bool halves = half >= 3 && (units > processors || busy(half, 2) > 1.1 * busy(whole, 1));
+  const int64_t warps = halves ? half : whole, wanted = spread(warps, halves ? 2 : 1);
+  if (largest == 1) return {warps, 1, std::min(wanted, kMaxPartitions)};
+  // Where the largest clusters leave most of the device idle, several small ones.
+  const bool many = 2 * largest * units < processors * 9 / 10 && tiles >= 64 * largest;
+  if (many) return {warps, 2, std::min(wanted / 2, kMaxPartitions)};
+  return {warps, std::min(wanted, largest), 1};
+}
+
+int64_t partial_bytes(const Params& params, int64_t rows, int64_t partitions) {
+  return partitions > 1 ? partitions * rows * (divide_up(params.value_dim, 4) * 4 + 2) * 4 : 0;
+}
+
+}  // namespace
+
+const char* refusal(const Params& params) {
+  constexpr int64_t kMaxCount = std::numeric_limits<int32_t>::max();
+  constexpr int64_t kFewKeys = 128;
+  const int64_t group = params.q_heads / params.kv_heads, rows = group * params.q_length;
+  if (std::max(params.q_length, params.q_tokens) + params.kv_length > kMostPositions) {
+    return "counts queries and keys together up to 2^29";
+  }
+  if (params.kv_length < kFewKeys) return "is for many keys";
+  if (params.q_length > 1 && (rows > 64 || params.q_length > 16)) return "is for few queries";
+  if (params.batch * params.kv_heads * divide_up(rows, 8) * 16 > kMaxCount)
+    return "starts up to 2^31 blocks";
+  const auto far_apart = [](int64_t stride) { return stride < 0 || stride > kMaxCount; };
+  const bool paged = present(params.block_table);
+  if (far_apart(params.k.stride[2]) || far_apart(params.v.stride[2]) ||
+      (paged && (far_apart(params.k.stride[0]) || far_apart(params.v.stride[0])))) {
+    return "takes keys, and pages, that are up to 4 GB apart";
+  }
+  if (paged && params.page_size > kMaxCount) return "does pages of up to 2^31 slots";
+  return nullptr;
+}
+
+int64_t workspace(const Params& params) {
+  const Shape shape = shape_of(params);
+  const int64_t rows = params.q_heads / params.kv_heads * params.q_length;
+  return partial_bytes(params,
+                       params.batch * params.kv_heads * divide_up(rows, shape.rows) * shape.rows,
+                       split_of(params, shape).partitions);
+}
+
+// Partitions are at most the blocks that run side by side, over the number of units of kRows rows.
+int64_t workspace_bound(const Params& params) {
+  const Shape shapes[] = {shape_of<Tiling64>(launch_64), shape_of<Tiling64Wide>(launch_64_wide),
+                          shape_of<Tiling128>(launch_128), shape_of<Tiling128Wide>(launch_128_wide),
+                          shape_of<Tiling256>(launch_256)};
+  if (params.fixed_split) {
+    // Every key head has less than a tile of rows more than queries, however many heads there are.
+    const int64_t rows = params.q_heads * (params.q_length + Tiling128Wide::kRows - 1);
+    return partial_bytes(params, params.batch * rows, kFixedSplits);
+  }
+  int64_t rows = 0;
+  for (const Shape& shape : shapes)
+    rows = std::max(rows, int64_t{params.device.sm_count} * 2 * shape.rows);
+  return rows * (divide_up(params.value_dim, 4) * 4 + 2) * 4;
+}
+
+flashonnx_status launch(const Params& params, void* workspace, void* stream) {
+  const Shape shape = shape_of(params);
+  const Split split = split_of(params, shape);
+  const int64_t group = params.q_heads / params.kv_heads;
+  const int64_t row_tiles = divide_up(group * params.q_length, shape.rows);
+  const int64_t units = params.batch * params.kv_heads * row_tiles;
+  const bool paged = present(params.block_table);
+  const bool bfloat16 = params.q.dtype == FLASHONNX_BFLOAT16;
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+
+  Problem problem = problem_of(params);
+  problem.offset_from_lengths = params.offset_from_lengths;  // ragged keys have lengths as well
+  Decode d = {};
+  if (present(params.cu_seqlens_q))
+    d.first_queries = static_cast<const int32_t*>(params.cu_seqlens_q.data);
+  if (present(params.cu_seqlens_k))
+    d.first_keys = static_cast<const int32_t*>(params.cu_seqlens_k.data);
+  d.page_size = Divider(1), d.pages = 1;
+  d.k_row_bytes = static_cast<uint32_t>(params.k.stride[2] * 2);
+  d.v_row_bytes = static_cast<uint32_t>(params.v.stride[2] * 2);
+  if (paged) {
+    d.block_table = static_cast<const int32_t*>(params.block_table.data);
+    d.table_batch = params.block_table.stride[0];
+    d.table_page = params.block_table.stride[1];
+    d.pages = static_cast<uint32_t>(
+        std::min<int64_t>(params.num_pages, std::numeric_limits<int32_t>::max()));
+    d.k_page_bytes = static_cast<uint32_t>(params.k.stride[0] * 2);
+    d.v_page_bytes = static_cast<uint32_t>(params.v.stride[0] * 2);
+    d.page_size = Divider(static_cast<uint32_t>(params.page_size));
+    d.page_of_tiles = params.page_size % kTileKeys == 0;
+  }
+  // Bounds that bound nothing, or all, may be cut as long as they stay so after any shift.
+  constexpr int64_t kFar = 2 * kMostPositions;
+  const int64_t right = params.is_causal ? 0 : params.window_right;
+  d.first_key = static_cast<int32_t>(
+      params.window_left < 0 ? -kFar
+                             : clamp(params.causal_offset - params.window_left, -kFar, kFar));
+  d.last_key =
+      static_cast<int32_t>(right < 0 ? kFar : clamp(params.causal_offset + right + 1, -kFar, kFar));
+  d.partitions = Divider(static_cast<uint32_t>(split.partitions));
+  d.row_tiles = Divider(static_cast<uint32_t>(row_tiles));
+  d.kv_heads = Divider(static_cast<uint32_t>(params.kv_heads));
+  d.group = Divider(static_cast<uint32_t>(group));
+  d.rows = shape.rows;
+  d.warps = static_cast<int32_t>(split.warps);
+  // Which strides are used: of tokens in ragged batches, not of the batch; of pages always.
+  const int64_t q_batch = d.first_queries ? 1 : params.batch;
+  const int64_t q_rows = d.first_queries ? 2 : params.q_length;
+  const int64_t kv_batch = paged ? 2 : d.first_keys ? 1 : params.batch;
+  d.q_vectors =
+      params.head_dim % 8 == 0 && rows_aligned(params.q, q_batch, params.q_heads, q_rows, 16);
+  d.vectors = params.head_dim % 8 == 0 && params.value_dim % 8 == 0 &&
+              rows_aligned(params.k, kv_batch, params.kv_heads, 2, 16) &&
+              rows_aligned(params.v, kv_batch, params.kv_heads, 2, 16);
+  d.o_vectors = params.o.dtype == params.q.dtype && params.value_dim % 4 == 0 &&
+                rows_aligned(params.o, q_batch, params.q_heads, q_rows, 8);
+  d.mask_bytes = size_of(params.mask.dtype);
+  d.factor = params.scale * kLog2e;
+  if (params.softcap > 0) {
+    d.cap_in = params.scale / params.softcap;
+    d.cap_out = params.softcap * kLog2e;
+  }
+  if (split.partitions > 1) {
+    d.all_rows = units * shape.rows;
+    d.partial_dim = static_cast<int32_t>(divide_up(params.value_dim, 4) * 4);
+    d.partial_outputs = static_cast<float*>(workspace);
+    d.partial_sums = reinterpret_cast<float2*>(d.partial_outputs +
+                                               split.partitions * d.all_rows * d.partial_dim);
+  }
+  Grid grid = {};
+  grid.units = units, grid.cluster = split.cluster, grid.partitions = split.partitions;
+  grid.adaptable = !params.fixed_split && split.partitions == 1;
+  grid.shared_bytes = d.warps * shape.ring_bytes + shape.extra_bytes;
+  grid.shared_limit = params.device.shared_memory;
+  // Graphs hold such launches from CUDA 12.3 on. Where it takes long, there is nothing to win.
+  constexpr int kOverlapDriver = 12030;
+  constexpr int64_t kLongBytes = int64_t{512} << 20;
+  const int64_t bytes =
+      params.batch * params.kv_heads * params.kv_length * (params.head_dim + params.value_dim) * 2;
+  int driver = 0;
+  FLASHONNX_CUDA_CHECK(cudaDriverGetVersion(&driver));
+  grid.overlap = params.device.arch == 90 && driver >= kOverlapDriver && bytes < kLongBytes;
+  FLASHONNX_RETURN_IF_ERROR(shape.launch(problem, d, grid, bfloat16, cuda_stream));
+  if (split.partitions == 1) return ok();
+  return launch_combine(problem, d, bfloat16, grid.overlap, cuda_stream);
+}
+
+}  // namespace flashonnx::decode

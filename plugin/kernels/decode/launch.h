@@ -1,0 +1,45 @@
+// One launch function per bucket of head dimensions, each in its own file, and the kernel that
+// brings partitions together.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "kernels/common/cuda.h"
+#include "kernels/decode/problem.h"
+
+namespace flashonnx::decode {
+
+// Whether what runs here of a kernel is code for compute capability 9.0, which knows clusters and
+// waits for the kernel before it: on any device it may also be PTX for an older one.
+inline flashonnx_status has_hopper_code(const void* kernel, bool* has) {
+  cudaFuncAttributes attributes = {};
+  FLASHONNX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
+  *has = attributes.ptxVersion >= 90;
+  return ok();
+}
+
+struct Grid {
+  int64_t units;  // tiles of rows of a key head
+  int64_t cluster, partitions;
+  bool adaptable;        // the cluster may be smaller, so that all units run side by side
+  int64_t shared_bytes;  // of a block
+  int64_t shared_limit;  // of the device for a block
+  bool overlap;          // may be launched while the kernel before it still runs
+};
+
+flashonnx_status launch_64(const Problem& problem, const Decode& decode, const Grid& grid,
+                           bool bfloat16, cudaStream_t stream);
+flashonnx_status launch_64_wide(const Problem& problem, const Decode& decode, const Grid& grid,
+                                bool bfloat16, cudaStream_t stream);
+flashonnx_status launch_128(const Problem& problem, const Decode& decode, const Grid& grid,
+                            bool bfloat16, cudaStream_t stream);
+flashonnx_status launch_128_wide(const Problem& problem, const Decode& decode, const Grid& grid,
+                                 bool bfloat16, cudaStream_t stream);
+flashonnx_status launch_256(const Problem& problem, const Decode& decode, const Grid& grid,
+                            bool bfloat16, cudaStream_t stream);
+
+// Where decode.partitions > 1. `overlap`: it may be launched while the kernel before it still runs.
+flashonnx_status launch_combine(const Problem& problem, const Decode& decode, bool bfloat16,
+                                bool overlap, cudaStream_t stream);
+
+}  // namespace flashonnx::decode

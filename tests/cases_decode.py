@@ -1,0 +1,74 @@
+"""Problems of generation: few queries and many keys, in every dtype; see cases.py."""
+
+from __future__ import annotations
+
+import numpy as np
+from cache_cases import CacheCase
+from cache_cases import typed as typed_caches
+from cases import Case, typed
+from varlen_cases import VarlenCase
+
+# Few queries and many keys: heads that share keys are packed, and the keys are spread over blocks.
+_FLOAT32 = [
+    *(Case(f"decode-group-{g}-d{d}", heads=(2 * g, 2), q_length=1, kv_length=700, head_dim=d)
+      for g, d in ((1, 64), (3, 128), (4, 128), (7, 64), (8, 128), (16, 64), (16, 128), (9, 256), (71, 32))),
+    *(Case(f"decode-q{q}", heads=(8, 2), q_length=q, kv_length=300, head_dim=128, lengths=(299, 77), is_causal=1)
+      for q in range(1, 9)),
+    *(Case(f"decode-d{d}-dv{dv}", heads=(8, 2), q_length=1, kv_length=257, head_dim=d, value_dim=dv)
+      for d, dv in ((33, 33), (80, 80), (96, 64), (64, 128), (128, 20), (192, 128), (256, 256), (20, 250))),
+    Case("decode-uneven", batch=5, heads=(8, 2), q_length=1, kv_length=5000, head_dim=64,
+         lengths=(0, 5000, 1, 17, 2600), is_causal=1),
+    Case("decode-uneven-alone", batch=1, heads=(4, 1), q_length=2, kv_length=9000, head_dim=128, lengths=(8111,)),
+    Case("decode-many", batch=40, heads=(16, 8), q_length=1, kv_length=200, head_dim=64, lengths=(200, 3) * 20),
+    Case("decode-bhsd", layout="bhsd", heads=(8, 2), q_length=3, kv_length=900, head_dim=128, lengths=(800, 9)),
+    Case("decode-past", layout="bhsd", heads=(8, 2), q_length=2, kv_length=2, past=510, head_dim=64, is_causal=1,
+         present=True),
+    *(Case(f"decode-window-{lt}-{r}-q{q}", heads=(4, 2), q_length=q, kv_length=600, head_dim=64, left=lt, right=r,
+           lengths=(500, 33)) for lt, r, q in ((100, -1, 1), (100, 0, 4), (0, 0, 2), (31, 8, 5), (-1, 3, 4))),
+    *(Case(f"decode-mask-{m}-{t}", heads=(8, 2), q_length=q, kv_length=500, head_dim=128, mask=m, mask_dtype=t)
+      for m, q in (("b11k", 1), ("b11k", 3), ("bh1k", 1), ("bhqk", 3), ("1hqk", 2)) for t in ("bool", "T", "float32")),
+    Case("decode-mask-short", heads=(8, 2), q_length=2, kv_length=500, head_dim=64, mask="b1qk", mask_keys=100),
+    Case("decode-mask-causal", heads=(8, 2), q_length=4, kv_length=500, head_dim=64, mask="b1qk", mask_dtype="T",
+         lengths=(400, 500), is_causal=1),
+    *(Case(f"decode-mask-{f}", heads=(8, 2), q_length=2, kv_length=300, head_dim=64, mask="b1qk", mask_fill=f,
+           mask_dtype="T") for f in ("first row", "finfo.min", "-1e4", "padding", "last batch")),
+    Case("decode-softcap-sinks", heads=(8, 1), q_length=2, kv_length=400, head_dim=128, softcap=3.0, sinks=True,
+         lengths=(0, 400)),
+    Case("decode-everything", heads=(6, 2), q_length=3, kv_length=400, head_dim=80, value_dim=72, mask="bhqk",
+         mask_dtype="T", is_causal=1, sinks=True, scale=0.4, softcap=3.0, left=300, lengths=(390, 150)),
+    *(Case(f"decode-poison-{p}-{i}", heads=(8, 2), q_length=3, kv_length=300, head_dim=64, poison=p, **kw)
+      for p in (np.nan, np.inf)
+      for i, kw in enumerate(({"lengths": (150, 7)}, {"mask": "b11k"}, {"mask": "b1qk", "mask_fill": "second key"},
+                              {"lengths": (100, 300), "left": 20}))),
+    # A key that one query sees and another does not holds a NaN: it stays where it belongs.
+    Case("decode-nans", heads=(8, 2), q_length=4, kv_length=300, head_dim=64, is_causal=1, lengths=(300, 200), nans=3),
+    Case("decode-score-overflow", heads=(4, 1), q_length=1, kv_length=300, head_dim=64, fill=40.0, scale=1.0),
+]  # fmt: skip
+
+DECODE = typed(*_FLOAT32)
+
+_PAGED = {"heads": (8, 2), "lengths": (299, 0, 130, 17), "q_length": 1, "capacity": 512, "head_dim": 64}
+CACHES = typed_caches(
+    *(CacheCase(f"decode-pages-{n}", page_size=n, **_PAGED) for n in (0, 1, 16, 64, 128, 256)),
+    *(CacheCase(f"decode-pages-{n}-d128", page_size=n, **(_PAGED | {"head_dim": 128, "capacity": n * (300 // n + 1)}))
+      for n in (3, 24, 48)),
+    *(CacheCase(f"decode-missing-{n}", page_size=n, missing=((0, 1), (2, 0)), **_PAGED) for n in (8, 16, 128)),
+    *(CacheCase(f"decode-ragged-{n}", page_size=n, ragged=(1, 4, 0, 2), slack=(1, 2), **_PAGED) for n in (0, 16, 4)),
+    CacheCase("decode-ragged-cut", page_size=16, ragged=(9, 1, 3, 2), max_q_length=4, **_PAGED),
+    CacheCase("decode-pages-q5", page_size=16, **(_PAGED | {"q_length": 5, "heads": (7, 1), "head_dim": 128})),
+    CacheCase("decode-pages-q8", page_size=16, is_causal=0, **(_PAGED | {"q_length": 8, "heads": (16, 2)})),
+    CacheCase("decode-pages-window", page_size=16, left=40, sinks=True, softcap=5.0, **(_PAGED | {"q_length": 3})),
+    CacheCase("decode-pages-mask", page_size=24, mask="b1qk", mask_dtype="T", **(_PAGED | {"q_length": 2,
+              "capacity": 504})),
+    CacheCase("decode-pages-rotary", page_size=16, rotary="half", **_PAGED),
+    CacheCase("decode-pages-odd", page_size=16, **(_PAGED | {"head_dim": 36, "value_dim": 20})),
+    CacheCase("decode-nothing-new", page_size=16, append=False, **_PAGED),
+)  # fmt: skip
+
+_ENDS = {"q_ends": (0, 1, 3, 3, 4), "k_ends": (2, 302, 400, 500, 501), "k_tokens": 510, "heads": (8, 2)}
+VARLEN = [
+    VarlenCase(f"decode-varlen-{i}-{dtype}", dtype=dtype, poison=True, **(_ENDS | more))
+    for dtype in ("float32", "float16", "bfloat16")
+    for i, more in enumerate(({}, {"is_causal": 1}, {"is_causal": 1, "left": 50, "sinks": True},
+                              {"head_dim": 128, "value_dim": 64, "heads": (3, 1)}))
+]  # fmt: skip
