@@ -66,6 +66,7 @@ def _replace(facts: Facts, names: Names, node: ir.Node) -> Site:
     label = node.name or node.outputs[0].name or kind
     try:
         function = ir.serde.deserialize_function(portable.function_for(facts, node, prefer_standard=True))
+        caveat = portable.caveat(portable.signature_of(facts, node, facts.opset)) if kind == schema.OP_TYPE else ""
     except ValueError as error:
         return Site(label, kind, True, str(error))
     values: dict[ir.Value, ir.Value | None] = dict(zip(function.inputs, node.inputs, strict=True))
@@ -99,5 +100,5 @@ def _replace(facts: Facts, names: Names, node: ir.Node) -> Site:
             old.name, new_value.name = names.fresh(f"{name}_before"), name
     graph.remove(node, safe=True)
     standard = any(inner.op_type == "Attention" for inner in made)
-    remark = portable.caveat(portable.signature_of(facts, node, facts.opset)) if standard else ""
+    remark = caveat if standard else ""
     return Site(label, kind, False, remark, "Attention" if standard else "plain operators")
