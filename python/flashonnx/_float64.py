@@ -97,8 +97,8 @@ def evaluate(model: onnx.ModelProto) -> Any:
             near = tuple(slice(None) if i == axis % data.ndim else slice(n) for i, n in enumerate(indices.shape))
             return (np.take_along_axis(data[near], indices.astype(np.int64), axis=axis),)
 
-    ours: list[Any] = [FlashAttention, FlashAttentionKVCache, FlashAttentionVarlen]
-    return ReferenceEvaluator(model, new_ops=[Erf, Gelu, GatherElements, *ours])
+    operators: list[Any] = [Erf, Gelu, GatherElements, FlashAttention, FlashAttentionKVCache, FlashAttentionVarlen]
+    return ReferenceEvaluator(model, new_ops=operators)
 
 
 def _narrow() -> dict[int, float]:
