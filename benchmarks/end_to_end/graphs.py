@@ -47,10 +47,12 @@ def ours(model: onnx.ModelProto, attentions: int) -> onnx.ModelProto:
         UnfusableError: not all of its attention was fused; with the report.
     """
     import flashonnx
+    import onnx
 
     fused, report = flashonnx.fuse(model, portable=False)
     if not report.fused == report.total == attentions:
         raise UnfusableError(f"{report.fused} of {report.total} were fused, {attentions} were expected\n{report}")
+    assert isinstance(fused, onnx.ModelProto)
     return fused
 
 

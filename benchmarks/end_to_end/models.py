@@ -69,8 +69,15 @@ class Subject:
         """
         config = {**self.config, "num_hidden_layers": 2, "vocab_size": 1000}
         length = self.length if self.family == "vit" else min(self.length, 48)
-        changes = {"dtype": "float32", "spread": 5 * SPREAD, "padded": True}
-        return dataclasses.replace(self, batch=min(self.batch, 2), length=length, config=config, **changes)
+        return dataclasses.replace(
+            self,
+            batch=min(self.batch, 2),
+            length=length,
+            config=config,
+            dtype="float32",
+            spread=5 * SPREAD,
+            padded=True,
+        )
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """Random inputs by name."""

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,19 +79,17 @@ def variants(subject: Subject, module: Any, places: dict[str, weights.Matrix]) -
     best = _best(subject, module, places)
     for base, name in ((made[0], "ours"), (best[0], "ours-on-ort")):
         assert base.model is not None
-        fused = _try(name, f"flashonnx.fuse of '{base.name}'", lambda model=base.model: graphs.ours(model, layers))
+        fused = _try(name, f"flashonnx.fuse of '{base.name}'", partial(graphs.ours, base.model, layers))
         made.append(fused)
         if fused.model is not None:
-            less = _try(
-                f"{name}-no-attention", "queries for answers", lambda model=fused.model: graphs.without_attention(model)
-            )
+            less = _try(f"{name}-no-attention", "queries for answers", partial(graphs.without_attention, fused.model))
             made.append(dataclasses.replace(less, same=False))
         if base.name == "ort-attention" and fused.model is not None and subject.family == "vit":
             best.append(
                 _try(
                     "ort-mha",
                     f"MultiHeadAttention where '{name}' has our operator",
-                    lambda model=fused.model: graphs.multi_head(model),
+                    partial(graphs.multi_head, fused.model),
                 )
             )
     return made + best

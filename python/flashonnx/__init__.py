@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flashonnx import export as export
+    from flashonnx import generate as generate
     from flashonnx import tensorrt as tensorrt
     from flashonnx import torch as torch
     from flashonnx._library import LibraryError as LibraryError
@@ -42,7 +43,7 @@ _PUBLIC = {
     "export_onnx": "flashonnx.export.pytorch.export",
 }
 
-_MODULES = ("export", "tensorrt", "torch")
+_MODULES = ("export", "generate", "tensorrt", "torch")
 
 __all__ = [*sorted(_PUBLIC), *_MODULES, "__version__"]
 

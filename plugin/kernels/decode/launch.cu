@@ -113,6 +113,8 @@ const char* refusal(const Params& params) {
     return "counts queries and keys together up to 2^29";
   }
   if (params.kv_length < kFewKeys) return "is for many keys";
+  if (params.fixed_split && present(params.cu_seqlens_q))
+    return "is chosen by the longest of ragged sequences, which fixed_split forbids";
   if (params.q_length > 1 && (rows > 64 || params.q_length > 16)) return "is for few queries";
   if (params.batch * params.kv_heads * divide_up(rows, 8) * 16 > kMaxCount)
     return "starts up to 2^31 blocks";

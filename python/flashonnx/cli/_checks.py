@@ -305,6 +305,8 @@ def _tensorrt(name: str, module: str) -> Check:
     if importlib.util.find_spec(module) is None:
         package = module.replace("_", "-")
         return Check(name, "absent", "not installed", f"for engines: pip install {package}")
+    if not _has_plugin():
+        return Check(name, "absent", f"{_version(module) or 'installed'}, but there is no plugin for it in the library")
     done = subprocess.run(
         [sys.executable, "-c", _REGISTER.format(module=module)],
         capture_output=True, text=True, timeout=_PLUGIN_TIMEOUT, check=False,
@@ -314,6 +316,18 @@ def _tensorrt(name: str, module: str) -> Check:
         why = lines[-1].partition(": ")[2] or lines[-1] if lines else f"the process ended with {done.returncode}"
         return Check(name, "wrong", why, "see docs/tensorrt.md")
     return Check(name, "ok", f"{done.stdout.strip().splitlines()[-1]}, the plugin registers")
+
+
+def _has_plugin() -> bool:
+    """Whether there is a library, built with TensorRT's headers."""
+    import ctypes
+
+    import flashonnx
+
+    try:
+        return hasattr(ctypes.CDLL(flashonnx.library_path()), "flashonnx_tensorrt_register")
+    except (RuntimeError, OSError):
+        return False
 
 
 def _optional(name: str, package: str, least: tuple[int, ...], purpose: str, extra: str = "") -> Check:

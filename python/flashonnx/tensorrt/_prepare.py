@@ -81,6 +81,7 @@ def _inline(model: onnx.ModelProto) -> onnx.ModelProto:
     import onnx_ir.passes.common
 
     from flashonnx.export.operator.schema import DOMAIN
+
     nodes = {
         (function.domain, function.name, function.overload): [n for part in _lists_in(function.node) for n in part]
         for function in model.functions
