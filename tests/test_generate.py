@@ -118,6 +118,22 @@ def test_what_transformers_generates(form: tuple[str, str], exported: Any, wante
             assert result.prompt_tokens == sum(map(len, prompts))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+@pytest.mark.parametrize("form", [("llama", "static"), ("gpt2", "static"), ("llama", "paged")], ids="-".join)
+def test_on_cuda(form: tuple[str, str], graph: bool, exported: Any, wanted: Any) -> None:
+    """In float32: the graph is captured in the first call and replayed in the second, with other lengths and pages."""
+    if "CUDAExecutionProvider" not in ort.get_available_providers():
+        pytest.skip("this onnxruntime has no CUDA")
+    model, path = exported(*form)
+    options = {"use_tf32": "0"}
+    for sizes in SIZES[:3]:
+        generator = Generator(path, device="cuda", cuda_graph=graph, provider_options=options, **sizes)
+        for prompts, right in ((PROMPTS, wanted[form[0]]), (PROMPTS[::-1], wanted[form[0]][::-1])):
+            for prompt, tokens, want in zip(prompts, generator(prompts, NEW).tokens, right, strict=True):
+                check_greedy(model, prompt, tokens, want)
+
+
 @pytest.mark.parametrize("form", [("llama", "static"), ("llama", "paged")], ids="-".join)
 def test_stops_and_calls_back(form: tuple[str, str], exported: Any, wanted: Any) -> None:
     """A request ends with a stop token, its place goes to the next; tokens are told as they come."""
