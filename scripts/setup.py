@@ -29,7 +29,7 @@ from headers import ORT_FOLDER, TENSORRT_FOLDER, bring_headers
 from steps import BUILD, CONSTRAINTS, LOG, PYTHON, ROOT, SetupError, Stamp, contents, pip, run
 
 VENV = ROOT / ".venv"
-EXTRAS = ("torch", "demo", "polygraphy", "test", "dev")
+EXTRAS = ("torch", "demo", "plots", "polygraphy", "test", "dev")
 
 
 def main() -> int:
