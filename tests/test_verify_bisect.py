@@ -115,6 +115,30 @@ def test_a_wrong_projection_is_found_between_few_probes() -> None:
     assert verdict.parted is not None and verdict.parted.node == "MatMul 'project_k1'"
 
 
+def sized(wrong: int | None = None) -> onnx.ModelProto:
+    """Products, each reshaped to its own shape: sizes agree whatever the numbers do."""
+    random, nodes, weights, x = np.random.default_rng(0), [], [], "x"
+    for i in range(12):
+        weight = random.standard_normal((WIDTH, WIDTH)) / 4 * (1.01 if i == wrong else 1)
+        weights.append(numpy_helper.from_array(weight.astype(np.float32), f"w{i}"))
+        nodes += [
+            helper.make_node("MatMul", [x, f"w{i}"], [f"m{i}"], f"product{i}"),
+            helper.make_node("Shape", [f"m{i}"], [f"s{i}"]),
+            helper.make_node("Reshape", [f"m{i}", f"s{i}"], [f"r{i}"]),
+        ]
+        x = f"r{i}"
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", WIDTH]) for name in ("x", x)]
+    graph = helper.make_graph(nodes, "sized", ends[:1], ends[1:], weights)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+
+
+@pytest.mark.parametrize("wrong", [0, 3, 7])
+def test_sizes_that_agree_say_nothing_of_numbers(wrong: int) -> None:
+    verdict = flashonnx.verify(sized(), sized(wrong), bisect=True, dims={"rows": 3})
+    assert verdict.parted is not None
+    assert verdict.parted.node == f"MatMul 'product{wrong}'"
+
+
 def test_models_that_agree_have_errors_by_node() -> None:
     original = layers()
     fused, _ = flashonnx.fuse(original)

@@ -197,6 +197,7 @@ def check_output(path: str | os.PathLike[str]) -> None:
     Raises:
         FileNotFoundError: there is no such folder.
         IsADirectoryError: it is a folder itself.
+        OSError: it is a device, a pipe or the like, which a file would take the place of.
     """
     target = pathlib.Path(path)
     for folder in (target.parent, pathlib.Path(os.path.realpath(target)).parent):
@@ -204,6 +205,8 @@ def check_output(path: str | os.PathLike[str]) -> None:
             raise FileNotFoundError(f"cannot write '{target}': there is no folder '{folder}'")
     if target.is_dir():
         raise IsADirectoryError(f"cannot write '{target}': it is a folder")
+    if target.exists() and not target.is_file():
+        raise OSError(f"cannot write '{target}': it is no ordinary file")
 
 
 def save(source: Source, output: str | os.PathLike[str], result: onnx.ModelProto | ir.Model) -> None:

@@ -149,6 +149,10 @@ def prepared(
         raise CacheExportError(
             "export_onnx: with kv_cache the inputs are input_ids, cache_lengths and the caches; give (input_ids,) or ()"
         )
+    if changing := _changing_rotation(model.config):
+        raise CacheExportError(
+            f"export_onnx: kv_cache: rotary embeddings of type '{changing}' change with the longest of all sequences"
+        )
     layers = _layers(model, more)
     dtype = args[0].dtype if args else torch.int64
     device = next(model.parameters()).device
@@ -180,6 +184,19 @@ def prepared(
         "output_names": ["logits", *(f"present.{name}" for name in numbered)],
     }
     return _module()(model, route, kind, more), route, arguments
+
+
+def _changing_rotation(config: Any) -> str | None:
+    """The type of rotary embeddings whose angles depend on how long a sequence has become, if they are such."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    pending = [getattr(text, name, None) for name in ("rope_parameters", "rope_scaling")]
+    for entry in pending:
+        if isinstance(entry, dict):
+            kind = entry.get("rope_type", entry.get("type"))
+            if kind in ("dynamic", "longrope"):
+                return str(kind)
+            pending += entry.values()  # one for each type of layer
+    return None
 
 
 def _layers(model: Any, more: dict[str, Any]) -> list[tuple[Any, Any]]:

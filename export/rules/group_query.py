@@ -67,7 +67,7 @@ class GroupQueryAttention(Rule):
         if is_cached(op):
             return with_cache(op, attributes, self._sinks(op, q_heads))
         op.refuse(query_seqlens="there is no past beside it")
-        if op.attribute("local_window_size", -1) > 0:
+        if op.attribute("local_window_size", -1) >= 0:
             raise RefusalError(
                 "local_window_size: queries of the padding see the last keys of their sentence, which no window says"
             )

@@ -51,6 +51,8 @@ def with_cache(op: Contributed, attributes: dict[str, Any], sinks: ir.Value | No
         raise RefusalError("nothing shows that there are as many new keys as queries")
     inputs: dict[str, ir.Value | None] = {"Q": query, "K": key, "V": value, "sinks": sinks}
     window = op.attribute("local_window_size", -1)
+    if window == 0:
+        raise RefusalError("a local_window_size of 0, which sees nothing")
     if window > 0:
         attributes["left_window_size"] = window - 1
     if op.attribute("do_rotary"):

@@ -111,6 +111,8 @@ class Paged(Rule):
             "is_causal": int(op.attribute("is_causal", 1)),
         }
         window = op.attribute("local_window_size", -1)
+        if window == 0:
+            raise RefusalError("a local_window_size of 0, which sees nothing")
         if window > 0:
             attributes["left_window_size"] = window - 1
         inputs: dict[str, ir.Value | None] = dict(zip("QKV", _separate(op, q_heads, kv_heads), strict=True))

@@ -111,6 +111,9 @@ def bisect(original: Candidate, fused: Candidate, feeds: Sequence[Feeds], wrong:
     return found
 
 
+_SIZES = ("Shape", "Size")  # they agree whatever the numbers are
+
+
 class _Search:
     """Two models, what was compared between them, and what need not be any more."""
 
@@ -164,18 +167,30 @@ class _Search:
                 continue
             self.known[name] = node
             if node.ok:
-                self._agreed |= {name, *self._ancestors(name)}
+                self._agreed |= {name, *self._ancestors(name, numbers=True)}
 
-    def _ancestors(self, name: str) -> list[str]:
-        """What `name` derives from, without itself and graph inputs, in the fused model's order."""
+    def _ancestors(self, name: str, numbers: bool = False) -> list[str]:
+        """What `name` derives from, without itself and graph inputs, in the fused model's order.
+
+        With `numbers` only what its numbers show: no sizes, and nothing behind what is rounded to integers.
+        """
         seen, pending = {name}, [name]
         while pending:
-            maker = self._makers.get(pending.pop())
+            value = pending.pop()
+            maker = self._makers.get(value)
+            if numbers and maker is not None and (maker.op_type in _SIZES or self._is_integer(value)):
+                continue
             for value in _inputs(maker) if maker is not None else ():
                 if value not in seen and value in self._makers:
                     seen.add(value)
                     pending.append(value)
         return sorted(seen - {name}, key=self.order.__getitem__)
+
+    def _is_integer(self, name: str) -> bool:
+        from onnx import TensorProto
+
+        floating = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+        return self.common.get(name, TensorProto.UNDEFINED) not in (TensorProto.UNDEFINED, *floating)
 
     def _measured(self, names: list[str], cases: Sequence[int]) -> dict[str, NodeError | None]:
         """None for what cannot be compared: no tensor, other shapes under one name, or a part that does not run."""

@@ -292,6 +292,13 @@ def test_output_that_is_a_folder(model: onnx.ModelProto, tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
+def test_output_that_is_a_pipe(model: onnx.ModelProto, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="it is no ordinary file"):
+        fuse(model, tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()
+
+
 def test_old_opset(model: onnx.ModelProto) -> None:
     model.opset_import[0].version = 12
     result, report = fuse(model)

@@ -220,6 +220,7 @@ def test_fused_again() -> None:
         ({"rotary": 8, "more": {"position_ids": ["b", "s"]}}, "position_ids"),
         ({"more": {"key": ["b", "t", KV_HEADS * SIZE], "value": ["b", "t", KV_HEADS * SIZE]}}, "as many new keys"),
         ({"sliding_window_cache": 1, "local_window_size": 4}, "last window"),
+        ({"local_window_size": 0}, "sees nothing"),
     ],
 )
 def test_what_is_left(given: dict[str, Any], words: str) -> None:

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 flashonnx = pytest.importorskip("flashonnx")
 from flashonnx.export import unfuse  # noqa: E402
+from flashonnx.export.pytorch.kv_cache import CacheExportError  # noqa: E402
 from models import has_library  # noqa: E402
 from transformers_models import _GROUPED  # noqa: E402
 
@@ -168,6 +169,15 @@ def test_windows_are_attributes(exported: Any) -> None:
     _, path = exported("mistral")
     nodes = [node for node in onnx.load(path).graph.node if node.domain == "flashonnx"]
     assert [[a.i for a in node.attribute if a.name == "left_window_size"] for node in nodes] == [[3], [3]]
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotations_that_change_with_the_longest_sequence(kind: str, tmp_path: Path) -> None:
+    """In one run for all sentences the angles would be those of the longest."""
+    model = made("llama")
+    model.config.rope_parameters = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
+    with pytest.raises(CacheExportError, match=f"type '{kind}' change with the longest"):
+        flashonnx.export_onnx(model, (), tmp_path / "x.onnx", kv_cache="static")
 
 
 def test_last_logits_alone(tmp_path: Path) -> None:

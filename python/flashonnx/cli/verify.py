@@ -91,8 +91,14 @@ def swept(found: dict[str, list[int]]) -> dict[str, int | Sequence[int]] | None:
 
 def providers(names: Sequence[str] | None) -> list[str] | None:
     """ONNX Runtime's names, from those or from what stands before "ExecutionProvider"."""
+    import onnxruntime
+
     suffix = "ExecutionProvider"
-    return [name if name.endswith(suffix) else f"{name}{suffix}" for name in names] if names else None
+    found = [name if name.endswith(suffix) else f"{name}{suffix}" for name in names or ()]
+    there = onnxruntime.get_available_providers()
+    if missing := [name for name in found if name not in there]:
+        raise ValueError(f"--provider: this ONNX Runtime has no {', '.join(missing)}, but {', '.join(there)}")
+    return found or None
 
 
 def _write(verdict: Verdict, content: dict[str, Any], files: dict[str, Path], *models: Path) -> None:
