@@ -19,7 +19,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 ort = pytest.importorskip("onnxruntime")
 flashonnx = pytest.importorskip("flashonnx")
-from flashonnx.generate import Generator, _choose  # noqa: E402
+from flashonnx._sampling import choose  # noqa: E402
+from flashonnx.generate import Generator  # noqa: E402
 
 TIE = 1e-3
 NEW = 20
@@ -188,7 +189,7 @@ def test_draws_are_of_the_softmax(top_k: int, dtype: Any) -> None:
     random = np.random.default_rng(0)
     logits = random.standard_normal(12).astype(dtype)
     draws = 20_000
-    counts = np.bincount([_choose(logits, 0.7, top_k, random) for _ in range(draws)], minlength=12)
+    counts = np.bincount([choose(logits, 0.7, top_k, random) for _ in range(draws)], minlength=12)
     scaled = torch.from_numpy(logits).double() / 0.7
     if top_k:
         scaled[scaled < scaled.topk(top_k).values[-1]] = -torch.inf
@@ -203,15 +204,17 @@ def test_greedy_takes_the_first_of_the_greatest(dtype: Any) -> None:
     random = np.random.default_rng(0)
     for _ in range(200):
         logits = random.integers(-40, random.integers(-30, 40), 50).astype(dtype) / dtype(8)
-        assert _choose(logits, 0.0, 0, random) == int(torch.from_numpy(logits).float().argmax())
-        assert logits[: _choose(logits, 0.0, 0, random)].max(initial=-np.inf) < logits.max()
+        assert choose(logits, 0.0, 0, random) == int(torch.from_numpy(logits).float().argmax())
+        assert logits[: choose(logits, 0.0, 0, random)].max(initial=-np.inf) < logits.max()
     with pytest.raises(FloatingPointError, match="NaN"):
-        _choose(np.array([0, np.nan, 1], dtype), 0.0, 0, random)
+        choose(np.array([0, np.nan, 1], dtype), 0.0, 0, random)
 
 
 WRONG: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "empty": ([[]], {}, "prompt 0 is expected to be a list"),
     "no numbers": ([[1], [0.5]], {}, "prompt 1 is expected to be a list"),
+    "text": (["hello"], {}, "prompt 0 is expected to be a list of token numbers.* a tokenizer .* got the text 'hello'"),
+    "one list": ([1, 2], {}, "prompt 0 is expected .* prompts a list of such lists, got 1"),
     "unknown token": ([[99]], {}, r"tokens in \[0, 99\), got 99 to 99"),
     "too long": ([[1] * 30], {}, "needs 34 keys for 30 tokens and 5 new ones; there are 32"),
     "no tokens": ([[1]], {"max_new_tokens": 0}, "max_new_tokens >= 1"),
@@ -241,6 +244,62 @@ def test_wrong_models_and_sizes(exported: Any) -> None:
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     with pytest.raises(ValueError, match="got x -> y"):
         Generator(model, device="cpu")
+
+
+@pytest.mark.parametrize(("name", "count"), [("llama", 64), ("gpt2", 40)])
+def test_positions_bound_capacity(name: str, count: int, exported: Any) -> None:
+    """The export notes how many the model has. All can be used, none beyond them."""
+    model, path = exported(name, "static")
+    with pytest.raises(ValueError, match=f"at most the model's {count} positions, got {count + 1}"):
+        Generator(path, capacity=count + 1, device="cpu")
+    generator = Generator(path, device="cpu")  # the default of 1024 would be too much
+    assert (generator.capacity, generator.positions) == (count, count)
+    prompt, new = PROMPTS[0], count + 1 - len(PROMPTS[0])  # the last token is given to nobody
+    with pytest.raises(ValueError, match=f"there are {count}, as the model has {count} positions"):
+        generator([prompt], new + 1)
+    (tokens,) = generator([prompt], new).tokens
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
+    gaps = logits.amax(-1) - logits[torch.arange(new), torch.tensor(tokens)]
+    assert gaps.max() <= TIE
+
+
+def test_positions_that_nobody_noted(exported: Any) -> None:
+    """A file from elsewhere: the default is 1024 keys."""
+    onnx = pytest.importorskip("onnx")
+    model = onnx.load(exported("llama", "static")[1])
+    assert {prop.key: prop.value for prop in model.metadata_props} == {"flashonnx:max_positions": "64"}
+    del model.metadata_props[:]
+    generator = Generator(model, device="cpu")
+    assert (generator.capacity, generator.positions) == (1024, None)
+
+
+def test_positions_of_configurations() -> None:
+    """Some name the positions before a scaling of rotary embeddings, some have no bound."""
+    from flashonnx.export.pytorch.kv_cache import positions
+
+    scaled = {"rope_theta": 10000.0, "factor": 4.0}
+    kinds = {"linear": None, "dynamic": None, "yarn": 64, "default": 64}
+    for kind, count in kinds.items():
+        config = transformers.LlamaConfig(**_LLAMA, rope_parameters=scaled | {"rope_type": kind})
+        assert positions(transformers.LlamaForCausalLM(config)) == count, kind
+    sizes = {"hidden_size": 32, "n_layer": 1, "n_head": 4, "vocab_size": 99}
+    assert positions(transformers.BloomForCausalLM(transformers.BloomConfig(**sizes))) is None
+
+
+def test_bfloat16_is_refused(tmp_path: Path, library_path: str) -> None:
+    path = tmp_path / "bfloat16.onnx"
+    flashonnx.export_onnx(made("llama").bfloat16(), (), path, kv_cache="static")
+    for model in (path, path.read_bytes()):
+        with pytest.raises(ValueError, match=r"to be float32 or float16, got bfloat16"):
+            Generator(model, device="cpu")
+
+
+def test_cuda_that_is_not_there(exported: Any) -> None:
+    if "CUDAExecutionProvider" in ort.get_available_providers():
+        pytest.skip("this onnxruntime has CUDA")
+    with pytest.raises(flashonnx.LibraryError, match=r"device='cuda' is not to be had .* pip install onnxruntime-gpu"):
+        Generator(exported("llama", "static")[1], device="cuda")
 
 
 def test_pages_bound_requests(exported: Any) -> None:

@@ -62,7 +62,8 @@ def export_onnx(
             (batch,) int64, the keys there are, and past_key_values.0.key, .value, ... (batch, heads, capacity, size);
             outputs are logits and present.0.key, ..., the caches afterwards, to be bound to the same memory. "paged":
             also block_table (batch, pages) int32, and caches (pages, page_size, heads, size). Prompts of several
-            lengths are padded on the right; what comes next overwrites the padding. `args` may be empty then, and
+            lengths are padded on the right; what comes next overwrites the padding. How many positions the model has
+            is noted in the file's metadata as `flashonnx:max_positions`. `args` may be empty then, and
             `kwargs` may hold what every call of the model gets, such as logits_to_keep.
         kw: passed on to `torch.onnx.export` (`kwargs`, `input_names`, `output_names`, `custom_translation_table`, ...).
 
@@ -149,6 +150,9 @@ def _with_cache(
     others = [site for site in report.sites if site.kind != KV_CACHE]
     if others:
         raise CacheExportError(f"export_onnx: '{others[0].node}' ({others[0].kind}) attends without kv_cache")
+    positions = kv_cache.positions(model)
+    if positions is not None:
+        exported.metadata_props[kv_cache.POSITIONS] = str(positions)
     _write(exported, target, external_data)
     sites = tuple(dataclasses.replace(site, kind="attention with a cache", reason="") for site in report.sites)
     notes = (*(f"transformers: {remark}" for remark in route.remarks), *report.notes)

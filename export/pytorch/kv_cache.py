@@ -14,6 +14,7 @@ from typing import Any
 from flashonnx.export.pytorch.transformers_route import Route
 
 KINDS = ("static", "paged")
+POSITIONS = "flashonnx:max_positions"  # in the model's metadata
 _EXAMPLE = {"batch": 2, "sequence": 3, "capacity": 16, "pages": 5, "page_size": 4, "pages_per_sequence": 2}
 
 
@@ -197,6 +198,23 @@ def _changing_rotation(config: Any) -> str | None:
                 return str(kind)
             pending += entry.values()  # one for each type of layer
     return None
+
+
+def positions(model: Any) -> int | None:
+    """How many positions a model of transformers has, by its configuration; None if that gives no bound.
+
+    With linear or dynamic scaling of rotary embeddings some models name the positions before it: no bound, then.
+    """
+    config = getattr(model, "config", None)
+    if config is None:
+        return None
+    config = config.get_text_config(decoder=True)
+    rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    by_layer = [given for given in rotary.values() if isinstance(given, dict)]
+    if {given.get("rope_type", given.get("type")) for given in by_layer or [rotary]} & {"linear", "dynamic"}:
+        return None
+    count = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    return count if isinstance(count, int) and count > 0 else None
 
 
 def _layers(model: Any, more: dict[str, Any]) -> list[tuple[Any, Any]]:

@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashonnx._runtime import checked_onnxruntime, default_providers, session
+from flashonnx._library import LibraryError
+from flashonnx._runtime import checked_onnxruntime, cuda_unavailable, default_providers, session
+from flashonnx._sampling import choose
 
 if TYPE_CHECKING:
     import onnx
@@ -34,7 +36,12 @@ _TYPES: dict[str, Any] = {
     "tensor(int32)": np.int32,
 }
 _PAST, _PRESENT = "past_key_values.", "present."
+_POSITIONS = "flashonnx:max_positions"  # export_onnx notes in the model how many it has
+_CAPACITY = 1024
 _EAGER, _GRAPH = "-1", "1"  # ONNX Runtime's gpu_graph_id: no graph, and ours
+
+
+_NO_BFLOAT16 = "Generator: logits and caches are expected to be float32 or float16, got bfloat16: export model.half()"
 
 
 @dataclass
@@ -83,7 +90,8 @@ class Generator:
             its outputs: path, bytes or `onnx.ModelProto`. Logits and caches are float32 or float16.
         batch: how many requests run together; more of them wait for their turn.
         capacity: how many keys a request may come to have, prompt and new tokens. Not more than the model has
-            positions. The caches take batch · capacity keys; paged ones `pages` · `page_size`.
+            positions, which is checked where the export noted them. Default: 1024, or its positions if they are fewer.
+            The caches take batch · capacity keys; paged ones `pages` · `page_size`.
         chunk: how many tokens of a prompt are read in one run, at most.
         page_size: keys in a page of a paged cache.
         pages: how many pages there are. Default: enough for `batch` requests of `capacity` keys. With fewer, a request
@@ -94,9 +102,14 @@ class Generator:
         provider_options: more options of the CUDA execution provider, say `{"use_tf32": "0"}`.
         session_options: an `onnxruntime.SessionOptions`.
 
+    Attributes:
+        capacity: as given, or its default.
+        positions: how many the model has, None if its export did not note it.
+
     Raises:
-        ValueError: the model is none of those, or a number is out of range.
-        LibraryError, FileNotFoundError: as `flashonnx.session`.
+        ValueError: the model is none of those, or a number is out of range, as is a capacity beyond its positions.
+        LibraryError: `device` is "cuda" and CUDA is not to be had; or as `flashonnx.session`.
+        FileNotFoundError: as `flashonnx.session`.
     """
 
     def __init__(
@@ -104,7 +117,7 @@ class Generator:
         model: str | os.PathLike[str] | bytes | onnx.ModelProto,
         *,
         batch: int = 1,
-        capacity: int = 1024,
+        capacity: int | None = None,
         chunk: int = 128,
         page_size: int = 64,
         pages: int | None = None,
@@ -114,26 +127,49 @@ class Generator:
         provider_options: dict[str, str] | None = None,
         session_options: onnxruntime.SessionOptions | None = None,
     ) -> None:
-        per_request = -(-capacity // max(page_size, 1))
-        pages = batch * per_request if pages is None else pages
         sizes = {"batch": batch, "capacity": capacity, "chunk": chunk, "page_size": page_size, "pages": pages}
         for name, size in sizes.items():
-            if size < 1:
+            if size is not None and size < 1:
                 raise ValueError(f"Generator: {name} is expected to be positive, got {size}")
         if device not in (None, "cpu", "cuda"):
             raise ValueError(f"Generator: device is expected to be 'cpu' or 'cuda', got {device!r}")
         self._ort = checked_onnxruntime()
         if device is None:
             device = "cuda" if "CUDAExecutionProvider" in default_providers() else "cpu"
-        self.batch, self.capacity, self.chunk, self.page_size, self.pages = batch, capacity, chunk, page_size, pages
+        elif device == "cuda":
+            _need_cuda(self._ort.get_available_providers())
         self._place = (device, device_id if device == "cuda" else 0)
         self._graph = cuda_graph and device == "cuda"
         options = {"device_id": str(device_id), "enable_cuda_graph": str(int(self._graph)), **(provider_options or {})}
         cuda = [("CUDAExecutionProvider", options)] if device == "cuda" else []
-        self.session = session(model, [*cuda, "CPUExecutionProvider"], session_options)
+        try:
+            self.session = session(model, [*cuda, "CPUExecutionProvider"], session_options)
+        except Exception as error:
+            if "NOT_IMPLEMENTED" in str(error) and _has_bfloat16(model):
+                raise ValueError(_NO_BFLOAT16) from error
+            raise
+        if cuda and "CUDAExecutionProvider" not in self.session.get_providers():
+            raise LibraryError(
+                "Generator: device='cuda': ONNX Runtime could not load its CUDA provider; it says why above"
+            )
         self._inputs = {value.name: value for value in self.session.get_inputs()}
         self._check()
+        self.positions = self._noted_positions()
+        if capacity is None:
+            capacity = min(_CAPACITY, self.positions or _CAPACITY)
+        if self.positions is not None and capacity > self.positions:
+            raise ValueError(
+                f"Generator: capacity is expected to be at most the model's {self.positions} positions, got {capacity}"
+            )
+        per_request = -(-capacity // page_size)
+        self.batch, self.capacity, self.chunk, self.page_size = batch, capacity, chunk, page_size
+        self.pages = batch * per_request if pages is None else pages
         self._bind(per_request)
+
+    def _noted_positions(self) -> int | None:
+        """How many positions the model has, as the export noted it; None if it did not."""
+        noted = self.session.get_modelmeta().custom_metadata_map.get(_POSITIONS, "")
+        return int(noted) if noted.isdecimal() and int(noted) else None
 
     def _check(self) -> None:
         outputs = {value.name: value for value in self.session.get_outputs()}
@@ -147,6 +183,8 @@ class Generator:
                 f"gives it, got {', '.join(self._inputs)} -> {', '.join(outputs)}"
             )
         for value in (*self._inputs.values(), outputs["logits"]):
+            if value.type == "tensor(bfloat16)":
+                raise ValueError(_NO_BFLOAT16)
             if value.type not in _TYPES:
                 raise ValueError(f"Generator: '{value.name}' is expected to be float32 or float16, got {value.type}")
         shape = outputs["logits"].shape
@@ -231,7 +269,7 @@ class Generator:
             logits, ready = self._step(places)
             made = [(b, request) for b, request in enumerate(places) if request and ready[b]]
             for (b, request), row in zip(made, logits, strict=True):
-                token = _choose(row, temperature, top_k, request.random)
+                token = choose(row, temperature, top_k, request.random)
                 tokens = result.tokens[request.index]
                 tokens.append(token)
                 request.pending = np.array([token])
@@ -250,12 +288,14 @@ class Generator:
         return result
 
     def _request(self, index: int, prompt: Any, max_new_tokens: int, seed: int) -> _Request:
+        expected = f"Generator: prompt {index} is expected to be a list of token numbers, at least one,"
+        if isinstance(prompt, (str, bytes)):
+            raise ValueError(f"{expected} as a tokenizer makes them of a text, got the text {prompt!r:.40}")
+        if np.ndim(prompt) == 0:
+            raise ValueError(f"{expected} and prompts a list of such lists, got {prompt!r:.40}")
         tokens = np.asarray(prompt)
         if tokens.ndim != 1 or not tokens.size or not np.issubdtype(tokens.dtype, np.integer):
-            raise ValueError(
-                f"Generator: prompt {index} is expected to be a list of token numbers, got shape {tokens.shape} of "
-                f"{tokens.dtype}"
-            )
+            raise ValueError(f"{expected} got shape {tokens.shape} of {tokens.dtype}")
         if tokens.min() < 0 or tokens.max() >= self.words:
             raise ValueError(
                 f"Generator: prompt {index} is expected to have tokens in [0, {self.words}), got "
@@ -266,7 +306,7 @@ class Generator:
         if keys > room:
             raise ValueError(
                 f"Generator: prompt {index} needs {keys} keys for {tokens.size} tokens and {max_new_tokens} new ones; "
-                f"there are {room}"
+                f"there are {room}" + (f", as the model has {room} positions" if room == self.positions else "")
             )
         return _Request(index, tokens.astype(np.int64), keys, np.random.default_rng([seed, index]))
 
@@ -340,26 +380,19 @@ class Generator:
         return self._prompt.get_outputs()[0]
 
 
-def _choose(logits: NDArray[Any], temperature: float, top_k: int, random: np.random.Generator) -> int:
-    """A token by its logits, (words,) of float32 or float16."""
-    if not temperature:
-        token = int(_ordered(logits).argmax())
-        finite = np.isfinite(logits[token])
-    else:
-        scaled = logits.astype(np.float64) / temperature
-        kept = np.argpartition(scaled, -top_k)[-top_k:] if 0 < top_k < len(scaled) else np.arange(len(scaled))
-        kept.sort()  # what is drawn does not depend on how they were found
-        weights = np.exp(scaled[kept] - scaled[kept].max()).cumsum()
-        finite = np.isfinite(weights[-1])
-        token = int(kept[min(np.searchsorted(weights, random.random() * weights[-1], "right"), len(kept) - 1)])
-    if not finite:
-        raise FloatingPointError("Generator: the model's logits are expected to be finite, got NaN or infinity")
-    return token
+def _need_cuda(providers: list[str]) -> None:
+    """Raises a LibraryError unless ONNX Runtime, the library and the machine have CUDA."""
+    why = "pip install onnxruntime-gpu" if "CUDAExecutionProvider" not in providers else cuda_unavailable()
+    if why is not None:
+        raise LibraryError(f"Generator: device='cuda' is not to be had with providers {', '.join(providers)}: {why}")
 
 
-def _ordered(logits: NDArray[Any]) -> NDArray[Any]:
-    """Numbers in the order of the logits. NumPy compares float16 slowly; their bits are integers almost in order."""
-    if logits.dtype != np.float16:
-        return logits
-    bits = np.ascontiguousarray(logits).view(np.int16)
-    return np.asarray(bits ^ ((bits >> 15) & 0x7FFF))
+def _has_bfloat16(model: Any) -> bool:
+    """Whether an input is bfloat16: ONNX Runtime's own error names a node instead."""
+    import onnx
+
+    if isinstance(model, (str, os.PathLike)):
+        model = onnx.load(model, load_external_data=False)
+    elif not isinstance(model, onnx.ModelProto):
+        model = onnx.load_from_string(bytes(model))
+    return any(value.type.tensor_type.elem_type == onnx.TensorProto.BFLOAT16 for value in model.graph.input)

@@ -24,7 +24,7 @@ import onnxruntime as ort
 import torch
 import transformers
 import typer
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 TIE = 1e-3  # logits that are closer may change places: float32 is not more exact in another order of sums
 CPU = ["CPUExecutionProvider"]
@@ -101,36 +101,28 @@ def concatenated(model: Any, names: list[str], shape: tuple[int, int], file: Pat
 
 
 def group_query(file: Path, capacity: int) -> Callable[..., np.ndarray]:
-    """A step with GroupQueryAttention in the place of each of our nodes, caches bound once."""
+    """A step with GroupQueryAttention, rotary embedding included, in the place of our nodes, caches bound once."""
     model = onnx.load(file)
     graph = model.graph
+    nodes = [node for node in graph.node if node.op_type == "FlashAttentionKVCache"]
+    rotary = list(nodes[0].input[8:11])  # cosines, sines, and where each token finds its own
+    for name, table in rotary_tables(model, nodes[0], capacity).items():
+        graph.initializer.append(numpy_helper.from_array(table, name))
     graph.input.append(helper.make_tensor_value_info("keys_less_one", TensorProto.INT32, ["batch"]))
     graph.input.append(helper.make_tensor_value_info("keys", TensorProto.INT32, [1]))
-    graph.initializer.append(helper.make_tensor("flat", TensorProto.INT64, [3], [0, 0, -1]))
     caches = [value for value in graph.input if value.name.startswith("past_key_values.")]
     kv_heads, size = (caches[0].type.tensor_type.shape.dim[i].dim_value for i in (1, 3))
-    heads = None
-    for node in [node for node in graph.node if node.op_type == "FlashAttentionKVCache"]:
-        place, name = list(graph.node).index(node), node.output[0]
-        attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-        made = []
-        for x in node.input[:3]:  # (batch, heads, sequence, size) as (batch, sequence, heads · size)
-            made.append(helper.make_node("Transpose", [x], [f"{name}.{x}.t"], perm=[0, 2, 1, 3]))
-            made.append(helper.make_node("Reshape", [f"{name}.{x}.t", "flat"], [f"{name}.{x}"]))
-        heads = heads or _heads(graph, node.input[0])
-        inputs = [*(f"{name}.{x}" for x in node.input[:3]), *node.input[3:5], "keys_less_one", "keys"]
-        made.append(
-            helper.make_node(
-                "GroupQueryAttention", inputs, [f"{name}.flat", *node.output[1:3]], domain="com.microsoft",
-                num_heads=heads, kv_num_heads=kv_heads, scale=attributes.get("scale", size**-0.5),
-            )
+    for node in nodes:
+        assert rotary == list(node.input[8:]), "layers with other rotary tables, a mask or sinks"
+        given = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+        kept = {"q_num_heads", "kv_num_heads", "scale", "rotary_interleaved"}
+        assert given.keys() <= kept, f"attributes that are not translated: {given.keys() - kept}"
+        new = helper.make_node(
+            "GroupQueryAttention", [*node.input[:5], "keys_less_one", "keys", "cosines", "sines"], node.output,
+            domain="com.microsoft", num_heads=given["q_num_heads"], kv_num_heads=kv_heads, do_rotary=1,
+            rotary_interleaved=given.get("rotary_interleaved", 0), scale=given.get("scale", size**-0.5),
         )  # fmt: skip
-        graph.initializer.append(helper.make_tensor(f"{name}.shape", TensorProto.INT64, [4], [0, 0, heads, size]))
-        made.append(helper.make_node("Reshape", [f"{name}.flat", f"{name}.shape"], [f"{name}.t"]))
-        made.append(helper.make_node("Transpose", [f"{name}.t"], [name], perm=[0, 2, 1, 3]))
-        graph.node.remove(node)
-        for i, new in enumerate(made):
-            graph.node.insert(place + i, new)
+        node.CopyFrom(new)
     model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
     session = ort.InferenceSession(model.SerializeToString(), providers=CPU)
     binding = session.io_binding()
@@ -151,9 +143,22 @@ def group_query(file: Path, capacity: int) -> Callable[..., np.ndarray]:
     return step
 
 
-def _heads(graph: onnx.GraphProto, query: str) -> int:
-    shapes = {value.name: value.type.tensor_type.shape.dim for value in graph.value_info}
-    return int(shapes[query][1].dim_value)
+def rotary_tables(model: onnx.ModelProto, node: onnx.NodeProto, capacity: int) -> dict[str, np.ndarray]:
+    """Cosines and sines of all positions: our node gets those of the new tokens, GroupQueryAttention looks them up."""
+    part = onnx.ModelProto()
+    part.CopyFrom(model)
+    end = list(model.graph.node).index(node)
+    del part.graph.node[end:], part.graph.output[:]
+    for value in [value for value in part.graph.input if value.name.startswith("past_key_values.")]:
+        part.graph.input.remove(value)
+    for name in node.input[8:11]:
+        part.graph.output.append(onnx.ValueInfoProto(name=name))
+    options = ort.SessionOptions()
+    options.log_severity_level = 3  # it warns of each weight that this part does not need
+    session = ort.InferenceSession(part.SerializeToString(), options, providers=CPU)
+    ids, length = np.zeros((1, capacity), np.int64), np.zeros(1, np.int64)
+    cosines, sines, places = session.run(None, {"input_ids": ids, "cache_lengths": length})
+    return {"cosines": cosines[places[0]], "sines": sines[places[0]]}
 
 
 def main(
