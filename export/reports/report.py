@@ -182,10 +182,10 @@ class Report:
     def to_json(self, *, indent: int | None = 2) -> str:
         """The report as a JSON object.
 
-        fused, total, lengths, bytes_saved, bytes_left, bytes_masks, notes and sites; each of these node, kind, operators
-        (pairs of type and name), fused, reason, became, scores (dimensions as numbers and texts, null where not known),
-        bytes (at the lengths, or null) and mask (dimensions, if it is queries by keys, else null). bytes_masks are
-        those of such masks, each once; bytes_saved is without them.
+        fused, total, lengths, bytes_saved, bytes_left, bytes_masks, notes and sites; each of these node, kind,
+        operators (pairs of type and name), fused, reason, became, scores (dimensions as numbers and texts, null where
+        not known), bytes (at the lengths, or null) and mask (dimensions, if it is queries by keys, else null).
+        bytes_masks are those of such masks, each once; bytes_saved is without them.
         """
         lengths = self.lengths
         sites = [
