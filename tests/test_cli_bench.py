@@ -168,6 +168,21 @@ def results() -> list[Result]:
     return [*made, Result("ORT MultiHeadAttention", 64, "no: <unknown> type")]
 
 
+@pytest.mark.parametrize(("low", "high"), [(5.1, 8.9), (0.04, 0.3), (2, 4000), (700, 90000)])
+def test_logarithmic_axes_have_plain_numbers(low: float, high: float) -> None:
+    pytest.importorskip("matplotlib")
+    from flashonnx.cli._figures import _figure, _plain_numbers
+
+    figure, axis = _figure((4, 3))
+    axis.plot([1, 2], [low, high])
+    axis.set_yscale("log")
+    _plain_numbers(axis)
+    figure.canvas.draw()
+    labels = [label.get_text() for label in axis.get_yticklabels(which="both")]
+    assert sum(low <= float(label) <= high for label in labels if label) >= 2  # a number, and one that is shown
+    assert not any(sign in label for label in labels for sign in "e$^")
+
+
 def test_reports(flashonnx_command: Command) -> None:
     pytest.importorskip("matplotlib")
     from flashonnx.cli._bench_page import page

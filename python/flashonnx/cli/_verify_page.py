@@ -47,7 +47,7 @@ def page(verdict: Verdict, original: str, fused: str) -> str:
     if _figures.available():
         parts.append(figure(_figures.errors(verdict), _CAPTION))
     else:
-        parts.append('<p class="note">For the figure: <code>pip install matplotlib</code></p>')
+        parts.append('<p class="note">For the figure: <code>pip install "flashonnx[plots]"</code></p>')
     rows = [("" if o.ok or o.rows != "all" else "bad", [*_cells(o), name(o.name), _remark(o)]) for o in verdict.outputs]
     parts += ["<h2>Outputs</h2>", table(("", *_HEADS, "output", ""), rows, (1, 2, 3, 4))]
     if verdict.nodes:
