@@ -25,7 +25,7 @@ def page(verdict: Verdict, original: str, fused: str) -> str:
     worst = max(judged, key=_share, default=None)
     items = [
         ("good" if verdict.ok else "bad", f"{sum(o.ok for o in judged)} of {len(judged)}", "outputs agree"),
-        ("", str(len(verdict.cases)), "cases"),
+        ("", str(len(verdict.cases)), "case" if len(verdict.cases) == 1 else "cases"),
     ]
     if worst is not None:
         share = _share(worst)
