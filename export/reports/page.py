@@ -36,7 +36,7 @@ def _numbers(report: Report) -> str:
         ("bad" if left else "", in_units(left) if left else "–", "of scores still formed"),
     ]
     if report.mask_bytes:
-        cards.append(("bad", in_units(report.mask_bytes), "of masks as large still there"))
+        cards.append(("bad", in_units(report.mask_bytes), "of masks of queries by keys still there"))
     lengths = ", ".join(f"{name} = {length}" for name, length in report.lengths.items())
     at = f'<p class="at">Bytes at {_text(lengths)}.</p>' if lengths else ""
     items = "".join(f'<li class="{kind}"><b>{_text(str(n))}</b> {words}</li>' for kind, n, words in cards)

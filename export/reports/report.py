@@ -122,7 +122,7 @@ class Report:
         gone, left = self.bytes(fused=True), self.bytes(fused=False)
         parts = [f"{in_units(gone)} of queries by keys no longer formed"] if gone else []
         parts += [f"{in_units(left)} still formed"] if left else []
-        parts += [f"{in_units(self.mask_bytes)} of masks as large still there"] if self.mask_bytes else []
+        parts += [f"{in_units(self.mask_bytes)} of masks of queries by keys still there"] if self.mask_bytes else []
         matrices = [matrix for site in self.sites for matrix in (site.matrix, site.mask) if matrix is not None]
         named = sorted({name for matrix in matrices for dim in matrix.dims for name in dim.atoms})
         lengths = ", ".join(f"{name}={self.lengths[name]}" for name in named if name in self.lengths)

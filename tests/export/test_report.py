@@ -97,7 +97,7 @@ def test_masks_as_large_as_the_scores_are_not_saved(shapes: list[str], saved: in
     for text in (str(report), report.to_html(), report.explain(report.sites[0].node)):
         assert (remark in text) == bool(masks)
     for text in (str(report), report.to_html()):
-        assert ("of masks as large still there" in text) == bool(masks)
+        assert ("of masks of queries by keys still there" in text) == bool(masks)
     dims = [int(name) if name.isdigit() else name for name in shapes[0].split(",")]
     assert content["sites"][0]["mask"] == (dims if masks else None)
 
