@@ -16,7 +16,7 @@ from flashonnx.export.operator import schema
 from flashonnx.export.reports.report import Report, Site
 from flashonnx.export.rules import Fusion, RefusalError, Rewrite
 from flashonnx.export.sites.finder import LOG_SOFTMAX, WRITTEN_OUT, Candidate, find
-from flashonnx.export.sites.matrices import matrix_of
+from flashonnx.export.sites.matrices import mask_of, matrix_of
 from flashonnx.export.sites.softmaxes import NotSoftmaxError, restore
 
 Model = onnx.ModelProto | ir.Model
@@ -105,7 +105,8 @@ def _fuse(model: ir.Model, portable: bool, places: Mapping[ir.Node, str], shared
         candidate = dataclasses.replace(found, where=found.where + places.get(found.node, ""))
         matrix, chain = matrix_of(fusion.facts, candidate), [(n.op_type, n.name or "") for n in candidate.chain()]
         site, node = _one(fusion, candidate)
-        sites.append(dataclasses.replace(site, matrix=matrix, operators=tuple(chain)))
+        mask = mask_of(fusion.facts, node) if node is not None else None
+        sites.append(dataclasses.replace(site, matrix=matrix, operators=tuple(chain), mask=mask))
         if node is not None:
             fused.append(node)
     remove_unused(fusion.reducer.made[::-1])  # smaller masks of sites that were left in the end

@@ -118,9 +118,20 @@ def test_without_matplotlib(plain: Path, flashonnx_command: Command, monkeypatch
 
     monkeypatch.setattr(_figures, "available", lambda: False)
     flashonnx_command("verify", plain, plain, "--report", "html", "--dim", "sequence=5", "--dim", "batch=1")
-    assert "pip install matplotlib" in Path("plain.verify.html").read_text()
+    page = Path("plain.verify.html").read_text()
+    assert 'pip install "flashonnx[plots]"' in page and "<b>1</b> case<" in page
     said = flashonnx_command("verify", plain, "missing.onnx", "--report", "png", code=2)
     assert "pip install 'flashonnx[plots]'" in said
+
+
+def test_errors_have_their_notes() -> None:
+    """Behind the one line that is left of what torch's exporter says."""
+    from flashonnx.cli._app import _text
+
+    error = RuntimeError("Failed to export.\nNext steps:\n\n## Exception summary\n\nFound a DynamicCache\n(more)")
+    assert _text(error) == "Failed to export. Found a DynamicCache"
+    error.add_note("set use_cache")
+    assert _text(error) == "Failed to export. Found a DynamicCache: set use_cache"
 
 
 def test_errors_are_one_line_and_exit_with_2(plain: Path, flashonnx_command: Command, tmp_path: Path) -> None:

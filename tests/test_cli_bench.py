@@ -13,7 +13,7 @@ import onnx
 import pytest
 from cli_driver import Command, flashonnx_command, plain, written_out
 from flashonnx.cli._contenders import Contender, Operator, graph, wrong
-from flashonnx.cli._measure import Result, measure
+from flashonnx.cli._measure import Result, _reason, measure
 from flashonnx.reference import attention
 
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -144,6 +144,59 @@ def test_a_model(plain: Path, flashonnx_command: Command) -> None:
     assert "no input" in flashonnx_command("bench", plain, "--dim", "length=7", *QUICK, code=2)
 
 
+def limited() -> onnx.ModelProto:
+    """Attention over tokens with a table of 16 positions: it takes no more."""
+    return onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["" : 20]>
+        limited (float[batch, sequence, 8] x) => (float[batch, sequence, 8] y) {
+            length = Shape<start = 1, end = 2>(x)
+            zero = Constant<value_int = 0>()
+            step = Constant<value_int = 1>()
+            last = Squeeze(length)
+            positions = Range(zero, last, step)
+            shape = Constant<value_ints = [16, 8]>()
+            table = ConstantOfShape(shape)
+            position = Gather(table, positions)
+            h = Add(x, position)
+            t = Transpose<perm = [0, 2, 1]>(h)
+            s = MatMul(h, t)
+            p = Softmax<axis = -1>(s)
+            y = MatMul(p, h)
+        }""")
+
+
+def test_lengths_beyond_the_limit_of_a_model(flashonnx_command: Command) -> None:
+    """One line for both at the first of them, in whole words; 1 only if none was measured."""
+    onnx.save(limited(), "limited.onnx")
+    said = flashonnx_command("bench", "limited.onnx", "--lengths", "8,32,64", *QUICK)
+    lines = [line for line in said.splitlines() if "no: " in line]
+    assert len(lines) == 1 and lines[0].startswith("at length 32, original, fused: no: ")
+    assert "Status" not in lines[0] and ".h:" not in lines[0]
+    flashonnx_command("bench", "limited.onnx", "--lengths", "32", *QUICK, code=1)
+
+
+def test_reasons_of_onnx_runtime_are_short() -> None:
+    begin = (
+        "[ONNXRuntimeError] : 1 : FAIL : Non-zero status code returned while running Add node. Name:'' Status Message: "
+    )
+    where = "/src/core/ops.h:583 void onnxruntime::Iterator::Append(ptrdiff_t, ptrdiff_t) "
+    message = "axis == 1 was false. Attempting to broadcast an axis by a dimension other than 1. 16 by 32"
+    assert _reason(RuntimeError(begin + where + message)) == f"no: Add: {message}"
+    cut = _reason(RuntimeError("some words " * 50))
+    assert len(cut) <= 170 and cut.endswith((" some …", " words …"))
+    assert _reason(RuntimeError("")) == "no: RuntimeError"
+
+
+def test_a_model_that_is_fused_already(plain: Path, flashonnx_command: Command) -> None:
+    """It is measured beside its function bodies, which are no original."""
+    flashonnx_command("fuse", plain, "-o", "fused.onnx")
+    done = flashonnx_command.json("bench", "fused.onnx", "--lengths", "9", *QUICK)
+    assert {(r["contender"], r["status"]) for r in done["results"]} == {
+        ("fused", "measured"),
+        ("function bodies", "measured"),
+    }
+
+
 def test_a_wrong_model_gets_no_time(plain: Path, flashonnx_command: Command) -> None:
     onnx.save(written_out(scale=3.0), "wrong.onnx")
     done = flashonnx_command.json("bench", plain, "wrong.onnx", "--lengths", "9", *QUICK, code=1)
@@ -166,6 +219,21 @@ def results() -> list[Result]:
         made.append(Result("unfused", length, median_ms=(length / 64) ** 2, low_ms=1.0, high_ms=2.0, tflops=0.05,
                            peak_bytes=length**2 << 4))  # fmt: skip
     return [*made, Result("ORT MultiHeadAttention", 64, "no: <unknown> type")]
+
+
+@pytest.mark.parametrize(("low", "high"), [(5.1, 8.9), (0.04, 0.3), (2, 4000), (700, 90000)])
+def test_logarithmic_axes_have_plain_numbers(low: float, high: float) -> None:
+    pytest.importorskip("matplotlib")
+    from flashonnx.cli._figures import _figure, _plain_numbers
+
+    figure, axis = _figure((4, 3))
+    axis.plot([1, 2], [low, high])
+    axis.set_yscale("log")
+    _plain_numbers(axis)
+    figure.canvas.draw()
+    labels = [label.get_text() for label in axis.get_yticklabels(which="both")]
+    assert sum(low <= float(label) <= high for label in labels if label) >= 2  # a number, and one that is shown
+    assert not any(sign in label for label in labels for sign in "e$^")
 
 
 def test_reports(flashonnx_command: Command) -> None:

@@ -193,6 +193,26 @@ def test_kernels_of_devices_that_are_not_here(library: Library, flashonnx_comman
     assert "no kernel" in said and "got 513" in said
 
 
+def test_a_library_without_cuda_says_so(
+    plain: Path, flashonnx_command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own answer, or, where the library has CUDA, what it would be."""
+    said = "FlashAttention: this build of the library has no kernels for the device"
+    whole = Library.supported
+
+    def supported(self: Library, params: Any) -> str:
+        if params.device.kind == CUDA and whole_has_cuda:
+            raise NotImplementedError(said)
+        return whole(self, params)
+
+    whole_has_cuda = with_cuda(Library(flashonnx.library_path()))
+    monkeypatch.setattr(Library, "supported", supported)
+    for arguments, code in (((), 0), (("--gpu", "8.9"), 1)):
+        text = flashonnx_command("inspect", plain, *arguments, code=code)
+        assert f"{said}; it was built without CUDA" in text
+        assert ("kernel cpu on the CPU" in text) == (not arguments)
+
+
 def test_answers_are_those_of_the_seam(library: Library) -> None:
     """The problem that is described is the one the library is asked about: sizes, strides, features."""
     inputs = dict.fromkeys("qkv", (HALF, ("b", "s", 256))) | {"mask": (HALF, (1, 8, "s", "s"))}

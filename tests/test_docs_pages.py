@@ -9,7 +9,11 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 # The words of ONNX Runtime and PyTorch.
-FOREIGN = {"… is not a registered function/op", "Failed to export the model with torch.export"}
+FOREIGN = {
+    "… is not a registered function/op",
+    "Failed to export the model with torch.export",
+    "Exporting a model while it is in training mode",
+}
 
 
 def sources() -> str:

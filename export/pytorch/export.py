@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 DEFAULT_OPSET = 20
 OLDEST_OPSET, NEWEST_OPSET = 18, 25  # torch exports at 18 and converts from there, silently not at all beyond 25
 
+_RETURNS_CACHE = (
+    "The model returns its cache: set model.config.use_cache = False before the export, or make the caches inputs and "
+    'outputs by kv_cache="static" or "paged".'
+)
 _OURS = ("dynamo", "f", "opset_version", "fallback", "export_params", "keep_initializers_as_inputs")
 
 
@@ -104,7 +108,7 @@ def export_onnx(
                 program = torch.onnx.export(model, args, **kw)
             except Exception as error:
                 if "transformers.cache_utils" in str(error):
-                    error.add_note("The model returns its cache: set model.config.use_cache = False before the export.")
+                    error.add_note(_RETURNS_CACHE)
                 raise
         return program.model, _fuse(program.model, portable)
 

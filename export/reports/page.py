@@ -35,6 +35,8 @@ def _numbers(report: Report) -> str:
         ("good", in_units(gone) if gone else "–", "of scores no longer formed"),
         ("bad" if left else "", in_units(left) if left else "–", "of scores still formed"),
     ]
+    if report.mask_bytes:
+        cards.append(("bad", in_units(report.mask_bytes), "of masks of queries by keys still there"))
     lengths = ", ".join(f"{name} = {length}" for name, length in report.lengths.items())
     at = f'<p class="at">Bytes at {_text(lengths)}.</p>' if lengths else ""
     items = "".join(f'<li class="{kind}"><b>{_text(str(n))}</b> {words}</li>' for kind, n, words in cards)
@@ -58,7 +60,9 @@ def _row(report: Report, site: Site) -> str:
     size = site.bytes(report.lengths)
     *places, node = site.node.split(" / ")
     where = "".join(f"<small>{_text(place)} ›</small> " for place in places) + f"<code>{_broken(node)}</code>"
-    is_why = f'<p class="{"remark" if site.fused else "reason"}">{_text(site.reason)}</p>' if site.reason else ""
+    kind_of_text, mask = "remark" if site.fused else "reason", site.mask_remark(report.lengths)
+    is_why = f'<p class="{kind_of_text}">{_text(site.reason)}</p>' if site.reason else ""
+    is_why += f'<p class="reason">{_text(mask)}</p>' if mask else ""
     became = (f"<code>{_text(site.became)}</code>" if site.became else "") + is_why
     scores = f"{_text(str(site.matrix))}" if site.matrix is not None else "–"
     scores += f"<br><b>{in_units(size)}</b>" if size is not None else ""

@@ -28,6 +28,7 @@ class Site:
         became: the fused node in short, "" when not fused.
         matrix: the scores, queries by keys, that stood there; None where not even their rank is known.
         operators: what stood there, from the product of queries and keys to that with values, each as (type, name).
+        mask: the mask of the fused node, if that is queries by keys too and so still grows with both.
     """
 
     node: str
@@ -37,6 +38,7 @@ class Site:
     became: str = ""
     matrix: Matrix | None = None
     operators: tuple[tuple[str, str], ...] = ()
+    mask: Matrix | None = None
 
     @property
     def is_inside_function(self) -> bool:
@@ -46,6 +48,13 @@ class Site:
     def bytes(self, lengths: Mapping[str, int]) -> int | None:
         """Bytes of its scores at those lengths, which a fused node never forms; None if not known."""
         return self.matrix.size(lengths) if self.matrix is not None else None
+
+    def mask_remark(self, lengths: Mapping[str, int]) -> str:
+        """What is still as large as queries by keys beside a fused node: its mask. "" where that is smaller."""
+        if self.mask is None:
+            return ""
+        size = self.mask.size(lengths)
+        return f"its mask is still queries by keys: {self.mask}" + (f", {in_units(size)}" if size is not None else "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,12 +91,23 @@ class Report:
     @property
     def lengths(self) -> dict[str, int]:
         """The lengths that bytes are told for: those given, and examples for the rest."""
-        return example_lengths((site.matrix for site in self.sites if site.matrix is not None), self.given)
+        matrices = [matrix for site in self.sites for matrix in (site.matrix, site.mask) if matrix is not None]
+        return example_lengths(matrices, self.given)
 
     def bytes(self, *, fused: bool) -> int:
-        """Bytes of all scores, of the fused sites (which are not formed any more) or of the others, where known."""
+        """Bytes of all scores, of the fused sites (which are not formed any more) or of the others, where known.
+
+        From those of the fused sites the masks that are queries by keys too (`mask_bytes`) are taken off.
+        """
         lengths = self.lengths
-        return sum(site.bytes(lengths) or 0 for site in self.sites if site.fused is fused)
+        scores = sum(site.bytes(lengths) or 0 for site in self.sites if site.fused is fused)
+        return max(0, scores - self.mask_bytes) if fused else scores
+
+    @property
+    def mask_bytes(self) -> int:
+        """Bytes of the masks of fused sites that are queries by keys, each once, where known."""
+        masks = {(site.mask.value or i): site.mask for i, site in enumerate(self.sites) if site.mask is not None}
+        return sum(mask.size(self.lengths) or 0 for mask in masks.values())
 
     @property
     def summary(self) -> str:
@@ -102,7 +122,9 @@ class Report:
         gone, left = self.bytes(fused=True), self.bytes(fused=False)
         parts = [f"{in_units(gone)} of queries by keys no longer formed"] if gone else []
         parts += [f"{in_units(left)} still formed"] if left else []
-        named = sorted({name for site in self.sites if site.matrix for dim in site.matrix.dims for name in dim.atoms})
+        parts += [f"{in_units(self.mask_bytes)} of masks of queries by keys still there"] if self.mask_bytes else []
+        matrices = [matrix for site in self.sites for matrix in (site.matrix, site.mask) if matrix is not None]
+        named = sorted({name for matrix in matrices for dim in matrix.dims for name in dim.atoms})
         lengths = ", ".join(f"{name}={self.lengths[name]}" for name in named if name in self.lengths)
         return ", ".join(parts) + (f" (at {lengths})" if parts and lengths else "")
 
@@ -113,7 +135,8 @@ class Report:
         for site in self.sites:
             what = f"{site.kind} -> {site.became}" if site.became else site.kind
             lines.append(("fused" if site.fused else "left", f"{site.node}: {what}"))
-            lines += [("reason", f"         {site.reason}")] if site.reason else []
+            said = (site.reason, site.mask_remark(self.lengths))
+            lines += [("reason", f"         {text}") for text in said if text]
         return lines + [("note", f"note: {note}") for note in self.notes]
 
     def __str__(self) -> str:
@@ -150,6 +173,7 @@ class Report:
             "scores": f"{site.matrix}" if site.matrix is not None else "their shape is not known",
             "bytes": f"{in_units(size)}{where}" if size is not None else "",
             "became": site.became,
+            "mask": site.mask_remark(self.lengths),
             "remark" if site.fused else "why not": site.reason,
         }
         lines = [f"{site.node}: {site.kind}, {'fused' if site.fused else 'left as it was'}"]
@@ -158,9 +182,10 @@ class Report:
     def to_json(self, *, indent: int | None = 2) -> str:
         """The report as a JSON object.
 
-        fused, total, lengths, bytes_saved, bytes_left, notes and sites; each of these node, kind, operators (pairs of
-        type and name), fused, reason, became, scores (dimensions as numbers and texts, null where not known) and bytes
-        (at the lengths, or null).
+        fused, total, lengths, bytes_saved, bytes_left, bytes_masks, notes and sites; each of these node, kind,
+        operators (pairs of type and name), fused, reason, became, scores (dimensions as numbers and texts, null where
+        not known), bytes (at the lengths, or null) and mask (dimensions, if it is queries by keys, else null).
+        bytes_masks are those of such masks, each once; bytes_saved is without them.
         """
         lengths = self.lengths
         sites = [
@@ -173,6 +198,7 @@ class Report:
                 "became": site.became,
                 "scores": list(site.matrix.names) if site.matrix is not None else None,
                 "bytes": site.bytes(lengths),
+                "mask": list(site.mask.names) if site.mask is not None else None,
             }
             for site in self.sites
         ]
@@ -182,6 +208,7 @@ class Report:
             "lengths": lengths,
             "bytes_saved": self.bytes(fused=True),
             "bytes_left": self.bytes(fused=False),
+            "bytes_masks": self.mask_bytes,
             "sites": sites,
             "notes": list(self.notes),
         }

@@ -17,15 +17,17 @@ EXAMPLE_BATCH, EXAMPLE_LENGTH = 1, 1024
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """The scores of one attention.
+    """The scores of one attention, or a mask as large.
 
     Attributes:
         dims: usually (batch, heads, queries, keys); "?" for a size that the model does not tell.
         item_size: bytes of an element.
+        value: the name of the value, where several sites may share it.
     """
 
     dims: tuple[Dim, ...]
     item_size: float
+    value: str = ""
 
     @property
     def names(self) -> tuple[int | str, ...]:
@@ -70,6 +72,15 @@ def matrix_of(facts: Facts, candidate: Candidate) -> Matrix | None:
     if dims is None or kind is None:
         return None
     return Matrix(dims, kind.itemsize)
+
+
+def mask_of(facts: Facts, node: ir.Node) -> Matrix | None:
+    """The mask of a fused node, where it has queries by keys like the scores; None where it is smaller, or unknown."""
+    value = dict(zip(schema.inputs_of(node.op_type), node.inputs, strict=False)).get("attn_mask")
+    dims, kind = (facts.dims(value), facts.dtype(value)) if value is not None else (None, None)
+    if value is None or dims is None or kind is None or len(dims) < 2 or Dim.of(1) in dims[-2:]:
+        return None
+    return Matrix(dims, kind.itemsize, value.name or "")
 
 
 def _of_operator(facts: Facts, node: ir.Node) -> Dims | None:

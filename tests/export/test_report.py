@@ -46,6 +46,7 @@ def test_json() -> None:
         "became": "",
         "scores": None,
         "bytes": None,
+        "mask": None,
     }
     assert content["sites"][0]["scores"] == ["batch", 12, "sequence", "sequence + past"]
     assert content["sites"][0]["operators"] == [list(operator) for operator in CHAIN]
@@ -63,6 +64,42 @@ def test_bytes() -> None:
     assert "7.2 kB of queries by keys no longer formed (at batch=3, past=0, sequence=10)" in str(
         report.at({"batch": 3, "sequence": 10, "past": 0})
     )
+
+
+def masked(*shapes: str) -> Report:
+    """An attention with a float mask of each shape, beside scores (b, 4, s, s), at b = 3, s = 10."""
+    body, inputs = "", ["float[b,4,s,8] q", "float[b,4,s,8] k", "float[b,4,s,8] v"]
+    inputs += [f"float[{shape}] mask_{i}" for i, shape in enumerate(dict.fromkeys(shapes))]
+    for i, shape in enumerate(shapes):
+        source, mask = f"y{i - 1}" if i else "q", f"mask_{list(dict.fromkeys(shapes)).index(shape)}"
+        body += f"k{i} = Transpose<perm=[0,1,3,2]>(k) s{i} = MatMul({source}, k{i}) a{i} = Add(s{i}, {mask}) "
+        body += f"p{i} = Softmax<axis=-1>(a{i}) y{i} = MatMul(p{i}, v) "
+    _, report = fuse(parse(body, ", ".join(inputs), f"float[b,4,s,8] y{len(shapes) - 1}"))
+    assert report.fused == report.total == len(shapes)
+    return report.at({"b": 3, "s": 10})
+
+
+@pytest.mark.parametrize(
+    ("shapes", "saved", "masks"),
+    [
+        (["b,4,s,s"], 0, 3 * 4 * 100 * 4),
+        (["1,1,s,s"], (12 - 1) * 100 * 4, 100 * 4),
+        (["b,1,1,s"], 12 * 100 * 4, 0),
+        (["b,4,s,s", "b,4,s,s"], 12 * 100 * 4, 12 * 100 * 4),  # one for both
+        (["b,4,s,s", "1,4,s,s"], (24 - 12 - 4) * 100 * 4, (12 + 4) * 100 * 4),
+    ],
+)
+def test_masks_as_large_as_the_scores_are_not_saved(shapes: list[str], saved: int, masks: int) -> None:
+    report = masked(*shapes)
+    content = json.loads(report.to_json())
+    assert (content["bytes_saved"], content["bytes_masks"]) == (saved, masks)
+    remark = f"its mask is still queries by keys: {shapes[0].replace(',', ' × ')}"
+    for text in (str(report), report.to_html(), report.explain(report.sites[0].node)):
+        assert (remark in text) == bool(masks)
+    for text in (str(report), report.to_html()):
+        assert ("of masks of queries by keys still there" in text) == bool(masks)
+    dims = [int(name) if name.isdigit() else name for name in shapes[0].split(",")]
+    assert content["sites"][0]["mask"] == (dims if masks else None)
 
 
 @pytest.mark.parametrize(

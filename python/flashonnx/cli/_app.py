@@ -52,13 +52,11 @@ def options(
 
 
 def _text(error: Exception) -> str:
-    """What an error says; of torch's exporter, which says much, what was done and why it failed."""
+    """What an error says, with its notes; of torch's exporter, which says much, what was done and why it failed."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip() or type(error).__name__
     before, found, after = text.partition("## Exception summary")
-    if not found:
-        return text
-    lines = [part.strip().splitlines()[0] for part in (before, after) if part.strip()]
-    return " ".join(lines)
+    lines = [part.strip().splitlines()[0] for part in (before, after) if part.strip()] if found else [text]
+    return ": ".join([" ".join(lines), *getattr(error, "__notes__", ())])
 
 
 def main() -> None:

@@ -138,6 +138,10 @@ class Attention:
         return Tensor(None, (c_int64 * 4)(*strides), DTYPES[kind]), dims[3]
 
 
+_NO_KERNELS = "this build of the library has no kernels for the device"  # the library's words, if it has none at all
+_NEEDS_CUDA = "it was built without CUDA, and only one that was built with it (where nvcc is) has them"
+
+
 def kernel(library: Library, attention: Attention, lengths: Mapping[str, int], arch: int) -> tuple[str, str]:
     """The kernel that would run on a device of that compute capability (0: the CPU), or "" and why there is none.
 
@@ -147,7 +151,8 @@ def kernel(library: Library, attention: Attention, lengths: Mapping[str, int], a
         params = attention.params(library, device_of(arch), lengths)
         return library.supported(params), ""
     except (ValueError, NotImplementedError, RuntimeError) as error:
-        return "", str(error)
+        why = str(error)
+        return "", f"{why}; {_NEEDS_CUDA}" if arch and why.endswith(_NO_KERNELS) else why
 
 
 def device_of(arch: int) -> Device:

@@ -32,7 +32,7 @@ def page(content: dict[str, Any], results: Sequence[Result]) -> str:
         if _figures.available():
             parts.append(figure(_figures.growth(content["title"], results), _CAPTION))
         else:
-            parts.append('<p class="note">For the figure: <code>pip install matplotlib</code></p>')
+            parts.append('<p class="note">For the figure: <code>pip install "flashonnx[plots]"</code></p>')
     parts += ["<h2>Numbers</h2>", _numbers(results), f'<p class="note">{text(_HOW)}</p>']
     return whole("benchmark", content["title"], "\n".join(parts))
 

@@ -200,12 +200,12 @@ def operator_contenders(problem: Operator, device: str, threads: int) -> Iterato
 
 
 def model_contenders(
-    original: Path, fused: Any, feeds: Callable[[int], Mapping[str, Any]], device: str, threads: int
+    original: Path, fused: Any, feeds: Callable[[int], Mapping[str, Any]], device: str, threads: int, name: str
 ) -> list[Contender]:
-    """The model as it was and as it is fused (a path or a model)."""
+    """The model as it is fused (a path or a model), and as it was, without the library, under that name."""
     return [
         Session("fused", lambda length: fused, feeds, device, threads, True),
-        Session("original", lambda length: str(original), feeds, device, threads),
+        Session(name, lambda length: str(original), feeds, device, threads),
     ]
 
 

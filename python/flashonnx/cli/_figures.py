@@ -128,6 +128,7 @@ def growth(title: str, results: Sequence[Result]) -> bytes:
         if logarithmic:
             axis.set_yscale("log")
             _slopes(axis)
+            _plain_numbers(axis)
         else:
             axis.set_ylim(bottom=0)
     first = axes if len(panels) == 1 else axes[0]
@@ -143,6 +144,18 @@ def _length_axis(axis: Any, lengths: list[int]) -> None:
     axis.minorticks_off()
     axis.set_xlabel("length")
     axis.grid(alpha=0.3)
+
+
+def _plain_numbers(axis: Any) -> None:
+    """0.5, 6, 20 on a logarithmic axis of values instead of powers of ten."""
+    from matplotlib.ticker import LogFormatter
+
+    class Plain(LogFormatter):  # which ticks have room for a label is its decision
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            return f"{x:.10g}" if super().__call__(x, pos) else ""
+
+    axis.yaxis.set_major_formatter(Plain())
+    axis.yaxis.set_minor_formatter(Plain(minor_thresholds=(1, 0.4)))
 
 
 def _slopes(axis: Any) -> None:

@@ -8,6 +8,7 @@ import gc
 import os
 import re
 import statistics
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +22,9 @@ from flashonnx.cli._contenders import Contender
 
 FEWEST, MOST = 3, 200  # rounds
 _WARM_UP = 2
+_LONGEST_REASON = 160  # characters
+_ORT = re.compile(r"while running (?P<op>\w+) node\. Name:'(?P<name>[^']*)' Status Message: (?P<message>.+)")
+_ORT_SOURCE = re.compile(r"^\S*/\S+:\d+ [^()]*\([^()]*\)(?: const)?\s+")  # file, line and function
 _CLEAR_PEAK = "5"  # proc(5): resets the peak resident set size
 
 
@@ -182,8 +186,13 @@ def _resident(field: str) -> int:
 
 
 def _reason(error: Exception) -> str:
+    """In one line: of ONNX Runtime's message the node and what is wrong, not where in its sources."""
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return f"no: {text[:300]}"
+    found = _ORT.search(text)
+    if found:
+        node = f"{found['op']} '{found['name']}'" if found["name"] else found["op"]
+        text = f"{node}: {_ORT_SOURCE.sub('', found['message'])}"
+    return f"no: {textwrap.shorten(text, _LONGEST_REASON, placeholder=' …')}"
 
 
 def where(device: str) -> dict[str, str]:

@@ -25,7 +25,7 @@ def page(verdict: Verdict, original: str, fused: str) -> str:
     worst = max(judged, key=_share, default=None)
     items = [
         ("good" if verdict.ok else "bad", f"{sum(o.ok for o in judged)} of {len(judged)}", "outputs agree"),
-        ("", str(len(verdict.cases)), "cases"),
+        ("", str(len(verdict.cases)), "case" if len(verdict.cases) == 1 else "cases"),
     ]
     if worst is not None:
         share = _share(worst)
@@ -47,7 +47,7 @@ def page(verdict: Verdict, original: str, fused: str) -> str:
     if _figures.available():
         parts.append(figure(_figures.errors(verdict), _CAPTION))
     else:
-        parts.append('<p class="note">For the figure: <code>pip install matplotlib</code></p>')
+        parts.append('<p class="note">For the figure: <code>pip install "flashonnx[plots]"</code></p>')
     rows = [("" if o.ok or o.rows != "all" else "bad", [*_cells(o), name(o.name), _remark(o)]) for o in verdict.outputs]
     parts += ["<h2>Outputs</h2>", table(("", *_HEADS, "output", ""), rows, (1, 2, 3, 4))]
     if verdict.nodes:

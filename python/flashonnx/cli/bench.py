@@ -76,7 +76,8 @@ def bench(
     """Measure time and peak memory by length: of a model before and after, or of attention beside its peers.
 
     Times are those of whole calls, in turns, inputs and outputs on the device. Every answer is checked, and a wrong
-    one gets no time. Exits with 1 if the fused one was not measured at any length, or was wrong.
+    one gets no time. Exits with 1 if the fused one was wrong, or was measured at no length; a length beyond what the
+    model takes, or the machine has memory for, has a line that says so.
     """
     stem = Path(f"{model.stem}.bench" if model is not None else "attention.bench")
     files = report_files(report, KINDS, stem)
@@ -170,6 +171,8 @@ def _model(
     budget: float,
     threads: int,
 ) -> tuple[str, list[Result]]:
+    import onnx
+
     import flashonnx
     from flashonnx._progress import step
     from flashonnx.cli._contenders import model_contenders
@@ -188,7 +191,10 @@ def _model(
     def judge(length: int, _: str, outputs: list[Any]) -> str:
         return _differs(outputs, answers.setdefault(length, outputs))
 
-    contenders = model_contenders(original, fused, feeds, device, threads)
+    is_fused = any(opset.domain == "flashonnx" for opset in onnx.load(original, load_external_data=False).opset_import)
+    contenders = model_contenders(
+        original, fused, feeds, device, threads, "function bodies" if is_fused else "original"
+    )
     order = [contenders[1], contenders[0]]  # the original's answers come first, for comparison
     results = measure(order, wanted, device, budget, wrong=judge)
     title = f"{original.name}, by {' = '.join(varied)}" if varied else f"{original.name}, whose shapes are fixed"
@@ -274,17 +280,23 @@ def _tell(content: dict[str, Any], results: list[Result]) -> None:
         if result.median_ms:
             fastest[result.length] = min(result.median_ms, fastest.get(result.length, result.median_ms))
     rows = []
+    failed: dict[tuple[int, str], list[str]] = {}  # who failed for the same reason share a line
+    for result in results:
+        if result.median_ms is None:
+            failed.setdefault((result.length, result.status), []).append(result.contender)
     for result in sorted(results, key=lambda r: (r.length, r.median_ms is None, r.median_ms or 0)):
         name = Text(result.contender, "bold" if result.ours else "")
         if result.median_ms is None:
-            rows.append([result.length, name, "–", "", "", "", "", Text(result.status, "red")])
             continue
         spread = f"{result.low_ms:.3g} – {result.high_ms:.3g}"
         ratio = result.median_ms / fastest[result.length]
         tflops = f"{result.tflops:.3g}" if result.tflops is not None else ""
         peak = units(result.peak_bytes) if result.peak_bytes is not None else ""
-        rows.append([result.length, name, f"{result.median_ms:.4g}", spread, f"{ratio:.2f}×", tflops, peak, ""])
-    heads = ["length", "", "ms", "half of them in", "to the fastest", "TFLOP/s", "peak memory", ""]
+        rows.append([result.length, name, f"{result.median_ms:.4g}", spread, f"{ratio:.2f}×", tflops, peak])
+    heads = ["length", "", "ms", "half of them in", "to the fastest", "TFLOP/s", "peak memory"]
     shown = [i for i in range(len(heads)) if i == 1 or any(str(row[i]) for row in rows)]
-    table([heads[i] for i in shown], [[row[i] for i in shown] for row in rows],
-          right=[n for n, i in enumerate(shown) if i not in (1, 7)])  # fmt: skip
+    if rows:
+        right = [n for n, i in enumerate(shown) if i != 1]
+        table([heads[i] for i in shown], [[row[i] for i in shown] for row in rows], right=right)
+    for (length, status), names in failed.items():
+        say(f"at length {length}, {', '.join(names)}: {status}", "red")
