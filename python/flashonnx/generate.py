@@ -255,7 +255,7 @@ class Generator:
                 f"{max_new_tokens}, {temperature} and {top_k}"
             )
         waiting = deque(self._request(i, prompt, max_new_tokens, seed) for i, prompt in enumerate(prompts))
-        ends = frozenset(stop)
+        ends = frozenset(int(token) for token in stop)
         result = Generation([[] for _ in waiting], ["length"] * len(waiting))
         result.prompt_tokens = sum(len(request.pending) for request in waiting)
         places: list[_Request | None] = [None] * self.batch
