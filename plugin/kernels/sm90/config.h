@@ -25,7 +25,7 @@ struct Tiling {
   static constexpr bool kTurns = kTurns_;
 
   // The general kernel: soft cap, and masks that depend on the query, which come with K. Scores
-  // count in halves there (softmax.cuh).
+  // are in powers of 4 there (softmax.cuh).
   static constexpr bool kGeneral = kMasks_;
 
   // Registers of a thread: 65536 for all. Softmax and output live in the consumers'.
