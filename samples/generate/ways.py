@@ -1,4 +1,4 @@
-"""Two other ways to have a cache: PyTorch's own export, and ONNX Runtime's GroupQueryAttention in the place of our nodes.
+"""Two other ways to have a cache: PyTorch's own export, and GroupQueryAttention in the place of our nodes.
 
 Each gives a step: of (batch, new) tokens after `length` keys the logits of the last ones, (batch, words).
 """
@@ -15,7 +15,7 @@ import onnx
 import onnxruntime as ort
 import torch
 import transformers
-from flashonnx._sampling import choose
+from flashonnx._sampling import Draw, choose
 from onnx import TensorProto, helper, numpy_helper
 
 Step = Callable[[np.ndarray, int], np.ndarray]
@@ -27,7 +27,7 @@ def greedy(step: Step, prompts: np.ndarray, new: int) -> tuple[list[list[int]], 
     """Tokens of each of the equally long prompts, and how many a second after them."""
 
     def best(tokens: np.ndarray, length: int) -> np.ndarray:
-        return np.array([[choose(row, 0.0, 0, random)] for row in step(tokens, length)])
+        return np.array([[choose(row, Draw(), random)] for row in step(tokens, length)])
 
     random = np.random.default_rng(0)
     tokens = [best(prompts, 0)]
@@ -79,7 +79,8 @@ def concatenated(model: Path | bytes, device: str = "cpu") -> Step:
     def step(tokens: np.ndarray, length: int) -> np.ndarray:
         binding = session.io_binding()
         binding.bind_cpu_input("input_ids", tokens)
-        binding.bind_cpu_input("position_ids", np.broadcast_to(length + np.arange(tokens.shape[1]), tokens.shape).copy())
+        positions = np.broadcast_to(length + np.arange(tokens.shape[1]), tokens.shape)
+        binding.bind_cpu_input("position_ids", positions.copy())
         if not length:
             for value in pasts:
                 empty = np.zeros((len(tokens), value.shape[1], 0, value.shape[3]), _TYPES[value.type])
