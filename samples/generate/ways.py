@@ -142,9 +142,11 @@ class GroupQuery:
     """A step with GroupQueryAttention, its caches bound once; on CUDA, steps of one token are a CUDA graph."""
 
     def __init__(self, model: bytes, batch: int, capacity: int, device: str = "cpu", graph: bool = True) -> None:
-        self._graph = graph and device == "cuda"
-        self._session = ort.InferenceSession(model, providers=_providers(device, self._graph))
-        self._device, self._capacity = device, capacity
+        self._session = ort.InferenceSession(model, providers=_providers(device, graph))
+        self._device = device
+        self._options = ort.RunOptions(), ort.RunOptions()  # of prompts, and of single tokens
+        for options, graph_id in zip(self._options, ("-1", "1"), strict=True):
+            options.add_run_config_entry("gpu_graph_id", graph_id)
         values = {value.name: value for value in self._session.get_inputs()}
         words = self._session.get_outputs()[0].shape[2]
         kinds = {value.name: value.type for value in self._session.get_outputs()}
@@ -172,19 +174,16 @@ class GroupQuery:
         batch, new = tokens.shape
         lengths = np.full(batch, length, np.int64)
         given = {"input_ids": tokens, "cache_lengths": lengths, "keys_less_one": (lengths + new - 1).astype(np.int32)}
-        options = ort.RunOptions()
-        if self._graph:
-            options.add_run_config_entry("gpu_graph_id", "1" if new == 1 else "-1")
         if new == 1:
             for name, array in given.items():
                 self._given[name].update_inplace(array)
-            self._session.run_with_iobinding(self._single, options)
+            self._session.run_with_iobinding(self._single, self._options[1])
             return self._logits.numpy()[:, -1]
         for name, array in given.items():
             self._prompt.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array, self._device, 0))
         self._prompt.bind_cpu_input("keys", np.array([length + new], np.int32))
         self._prompt.bind_output("logits", "cpu")
-        self._session.run_with_iobinding(self._prompt, options)
+        self._session.run_with_iobinding(self._prompt, self._options[0])
         return self._prompt.get_outputs()[-1].numpy()[:, -1]  # the last that was bound
 
 
