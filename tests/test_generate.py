@@ -119,6 +119,31 @@ def test_what_transformers_generates(form: tuple[str, str], exported: Any, wante
             assert result.prompt_tokens == sum(map(len, prompts))
 
 
+@pytest.mark.parametrize("sizes", [SIZES[0], {"batch": 1, "chunk": 5, "capacity": 40}], ids=["several", "one"])
+def test_last_tokens_of_prompts_apart(sizes: dict[str, int], exported: Any, wanted: Any) -> None:
+    """As on CUDA, where the logits of many tokens would be long on their way."""
+    model, path = exported("llama", "paged")
+    generator = Generator(path, device="cpu", **sizes)
+    generator._decoder.distant = lambda tokens: tokens > 2
+    widths: list[int] = []
+    run = generator._decoder.run
+
+    def noted(ids: Any, lengths: Any) -> Any:
+        read = run(ids, lengths)
+
+        def reading() -> Any:
+            widths.append(ids.shape[1])
+            return read()
+
+        return reading
+
+    generator._decoder.run = noted
+    for prompt, tokens, want in zip(PROMPTS, generator(PROMPTS, NEW).tokens, wanted["llama"], strict=True):
+        check_greedy(model, prompt, tokens, want)
+    if sizes["batch"] == 1:
+        assert set(widths) <= {1, 2}, "all the logits of a prompt were read"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
 @pytest.mark.parametrize("form", [("llama", "static"), ("gpt2", "static"), ("llama", "paged")], ids="-".join)

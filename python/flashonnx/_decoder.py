@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +25,7 @@ _TYPES: dict[str, Any] = {
 _PAST, _PRESENT = "past_key_values.", "present."
 _POSITIONS = "flashonnx:max_positions"  # export_onnx notes in the model how many it has
 _EAGER, _GRAPH = "-1", "1"  # ONNX Runtime's gpu_graph_id: no graph, and ours
+_MUCH = 8 << 20  # bytes of logits
 _NO_BFLOAT16 = "Generator: logits and caches are expected to be float32 or float16, got bfloat16: export model.half()"
 
 
@@ -141,20 +142,28 @@ class Decoder:
         """After a change of `table`."""
         self._write(self._table)
 
-    def run(self, ids: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[Any]:
-        """Logits (batch, sequence, words) of ids (batch, sequence), valid until the next run."""
+    def distant(self, tokens: int) -> bool:
+        """Whether the logits of so many tokens of each request take longer to the host than one more run would."""
+        batch, _, words = self._logits[0].shape
+        return self._place[0] != "cpu" and batch * tokens * words * self._logits[0].itemsize > _MUCH
+
+    def run(self, ids: NDArray[np.int64], lengths: NDArray[np.int64]) -> Callable[[], NDArray[Any]]:
+        """Of ids (batch, sequence): what gives their logits (batch, sequence, words), valid until the next run."""
         self._lengths[0][...] = lengths
         self._write(self._lengths)
         if ids.shape[1] == 1:
             self._ids[0][...] = ids
             self._write(self._ids)
             self.session.run_with_iobinding(self._single, self._single_options)
-            return self._logits[0] if self._place[0] == "cpu" else self._logits[1].numpy()
+            return self._read
         tokens = self._ort.OrtValue.ortvalue_from_numpy(ids.astype(self._ids[0].dtype), *self._place)
         self._prompt.bind_ortvalue_input("input_ids", tokens)
         self._prompt.bind_output("logits", *self._place)
         self.session.run_with_iobinding(self._prompt, self._prompt_options)
-        return self._prompt.get_outputs()[0].numpy()
+        return lambda: self._prompt.get_outputs()[0].numpy()
+
+    def _read(self) -> NDArray[Any]:
+        return self._logits[0] if self._place[0] == "cpu" else self._logits[1].numpy()
 
 
 def _need_cuda(providers: list[str]) -> None:

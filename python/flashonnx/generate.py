@@ -253,21 +253,28 @@ class Generator:
         """Runs the next tokens of each request.
 
         Tokens are padded on the right: what padding appends lies behind the request's length and is overwritten. It
-        must not go beyond the capacity, where a model may have no positions.
+        must not go beyond the capacity, where a model may have no positions. The last token of a prompt waits for a run
+        of single ones where the logits of all others would have to come to the host for its own.
 
         Returns:
             of those that have now seen all their tokens: place, request and last logits.
         """
         running = [(b, request) for b, request in enumerate(places) if request]
         width = min(self.chunk, *(self.capacity - request.length for _, request in running))
-        width = min(width, max(len(request.pending) for _, request in running))
+        longest = max(len(request.pending) for _, request in running)
+        held = int(longest > 1 and self._decoder.distant(min(width, longest)))
+        width = min(width, longest - held)
         ids, lengths = np.zeros((self.batch, width), np.int64), np.zeros(self.batch, np.int64)
         last: list[tuple[int, _Request, int]] = []
         for b, request in running:
-            now, request.pending = request.pending[:width], request.pending[width:]
+            count = max(1, min(width, len(request.pending) - held))
+            now, request.pending = request.pending[:count], request.pending[count:]
             ids[b, : len(now)], lengths[b] = now, request.length
             request.length += len(now)
             if not len(request.pending):
                 last.append((b, request, len(now) - 1))
-        logits = self._decoder.run(ids, lengths)
+        read = self._decoder.run(ids, lengths)
+        if not last:
+            return []
+        logits = read()
         return [(b, request, logits[b, i]) for b, request, i in last]
