@@ -102,6 +102,16 @@ def test_one_after_another(device: str) -> None:
         check_outputs(case, given, run(open_session(one_node(case, given), device), case, given))
 
 
+MOST = 40 << 20  # bytes; float32 scores of all heads would have 2 GiB on the GPU, 256 MiB on the CPU
+
+
+def _within(model: Any, device: str, memory: int) -> Any:
+    """A session whose CUDA provider may take so many bytes."""
+    options = {"arena_extend_strategy": "kSameAsRequested", "gpu_mem_limit": str(memory)}
+    cuda = [("CUDAExecutionProvider", options)] if device == "cuda" else []
+    return flashonnx.session(model, [*cuda, "CPUExecutionProvider"])
+
+
 @pytest.mark.parametrize("page_size", [0, 64])
 def test_a_long_context_takes_its_cache(device: str, page_size: int) -> None:
     """A prompt's last chunk and one token more after 128k keys: nothing grows with them but the cache that is there."""
@@ -122,10 +132,8 @@ def test_a_long_context_takes_its_cache(device: str, page_size: int) -> None:
     outputs = [helper.make_tensor_value_info(name, kind, None) for name in results]
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("flashonnx", 1)]
     graph = helper.make_graph([node], "long", infos, outputs)
-    options = [("CUDAExecutionProvider", {"arena_extend_strategy": "kSameAsRequested"})] if device == "cuda" else []
-    session = flashonnx.session(
-        helper.make_model(graph, opset_imports=opsets, ir_version=10), [*options, "CPUExecutionProvider"]
-    )
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    session = _within(model, device, MOST)
     place = torch.device(device)
     caches = [torch.randn(shape, dtype=getattr(torch, dtype.name), device=place) for _ in range(2)]
     table = torch.randperm(keys // page_size, dtype=torch.int32, device=place)[None] if page_size else None
@@ -134,7 +142,7 @@ def test_a_long_context_takes_its_cache(device: str, page_size: int) -> None:
         q, k, v = (torch.randn(1, new, w, dtype=caches[0].dtype, device=place) for w in widths.values())
         y, lengths = torch.empty_like(q), torch.tensor([length], dtype=torch.int32, device=place)
 
-        def call(given: Any = (q, k, v, *caches, lengths, table), made: Any = (y, *caches)) -> Any:
+        def call(session: Any, given: Any = (q, k, v, *caches, lengths, table), made: Any = (y, *caches)) -> Any:
             binding = session.io_binding()
             for bind, which, tensors in ((binding.bind_input, names, given), (binding.bind_output, results, made)):
                 for name, x in zip(which, tensors, strict=False):
@@ -143,12 +151,14 @@ def test_a_long_context_takes_its_cache(device: str, page_size: int) -> None:
             session.run_with_iobinding(binding)
             return made[0]
 
-        if device == "cuda":
+        if device == "cuda":  # its provider gets no more
             torch.cuda.synchronize()
-        _, grown = peak(call, device)
-        if grown is None:
-            pytest.skip("this system does not tell a process's peak memory")
-        assert grown < 40 << 20, f"{grown >> 20} MiB for {new} tokens of {heads} heads"
+            call(session)
+        else:
+            _, grown = peak(lambda call=call: call(session), device)
+            if grown is None:
+                pytest.skip("this system does not tell a process's peak memory")
+            assert grown < MOST, f"{grown >> 20} MiB for {new} tokens of {heads} heads"
         rows = [x.double() for x in gathered]
         for cache, x in zip(rows, (k, v), strict=True):
             cache[:, :, length : length + new] = x.view(1, new, kv_heads, size).transpose(1, 2)
@@ -157,3 +167,16 @@ def test_a_long_context_takes_its_cache(device: str, page_size: int) -> None:
         expected = (scores.softmax(-1) @ rows[1][0, :, : length + new]).flatten()
         assert (y[0, -1].double() - expected).abs().max() < (2e-3 if device == "cuda" else 1e-5)
         gathered = [x if table is None else x[table[0].long()].flatten(0, 1).transpose(0, 1)[None] for x in caches]
+
+
+@pytest.mark.gpu
+def test_what_takes_more_than_that_fails() -> None:
+    """The bound above binds: as many bytes between two nodes are refused."""
+    count = helper.make_tensor("count", TensorProto.INT64, [1], [MOST // 4 + 1])
+    nodes = [helper.make_node("Expand", ["x", "count"], ["many"]), helper.make_node("ReduceMax", ["many"], ["y"])]
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy")
+    graph = helper.make_graph(nodes, "more", [x], [y], [count])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    with pytest.raises(Exception, match=r"(?i)memory|alloc"):
+        _within(model, "cuda", MOST).run(None, {"x": np.ones(1, np.float32)})
+    assert _within(model, "cuda", 2 * MOST).run(None, {"x": np.ones(1, np.float32)})[0] == 1
