@@ -12,7 +12,7 @@ from flashonnx.export import rules
 from flashonnx.export.model import inlining
 from flashonnx.export.model.files import check_output, load, save
 from flashonnx.export.operator import portable as portable_bodies
-from flashonnx.export.operator import schema
+from flashonnx.export.operator import cache_schema, schema
 from flashonnx.export.reports.report import Report, Site
 from flashonnx.export.rules import Fusion, RefusalError, Rewrite
 from flashonnx.export.sites.finder import LOG_SOFTMAX, WRITTEN_OUT, Candidate, find
@@ -31,6 +31,7 @@ def fuse(
     *,
     portable: bool = True,
     shared_cache: bool = False,
+    kv_cache: str | None = None,
 ) -> tuple[Model, Report]:
     """Replaces every attention in `model` that is proved to be one by a flashonnx node.
 
@@ -42,6 +43,10 @@ def fuse(
             that it runs without the library.
         shared_cache: past and present keys of com.microsoft's GroupQueryAttention are one buffer, as long as the cache
             can get, whatever their shapes are called: nothing is copied. Without it they may be two.
+        kv_cache: for decoders that join past and new keys by Concat: other inputs and outputs, those that
+            `export_onnx(..., kv_cache=...)` has. Past keys become caches, "static" or "paged", that are appended to in
+            place, and each sentence has a length of its own, `cache_lengths`; inputs called attention_mask,
+            position_ids and cache_position go, as these follow from the lengths.
 
     Returns:
         The fused model (an onnx.ModelProto, or an onnx_ir.Model for one) and the report of every
@@ -49,12 +54,16 @@ def fuse(
 
     Raises:
         FileNotFoundError: there is no such file, or a weight file is missing.
-        ValueError: the file is not a valid ONNX model, or a FlashAttention node has an unknown attribute.
+        ValueError: the file is not a valid ONNX model, or a FlashAttention node has an unknown attribute; with
+            `kv_cache`, the model is none whose past keys are proved to be caches, in words that say why.
     """
     if output is not None:
         check_output(output)
     source = load(model)
-    report = fuse_ir(source.model, portable=portable, shared_cache=shared_cache)
+    if kv_cache is not None:
+        report = _with_caches(source.model, kv_cache, portable)
+    else:
+        report = fuse_ir(source.model, portable=portable, shared_cache=shared_cache)
     changed = any(site.fused for site in report.sites)
     result = source.result(changed)
     if output is not None:
@@ -90,6 +99,23 @@ def fuse_ir(model: ir.Model, *, portable: bool = True, shared_cache: bool = Fals
     model.functions.update(copy.functions)
     gone = ", ".join(sorted({f"{key[0]}::{key[1]}" for key in keys if key not in copy.functions}))
     return dataclasses.replace(whole, notes=(*whole.notes, f"functions written out where they were called: {gone}"))
+
+
+def _with_caches(model: ir.Model, kind: str, portable: bool) -> Report:
+    """fuse() in place, with past keys as caches."""
+    from flashonnx.export.caches import rewriting
+
+    gone = rewriting.prepare(model, kind)
+    fuse_ir(model, portable=False)
+    notes = rewriting.finish(model, kind)
+    again = fuse_ir(model, portable=portable)  # nodes for caches in their best form, and bodies for all
+    sites = (
+        dataclasses.replace(site, kind="attention with a cache", reason="") if site.kind == cache_schema.KV_CACHE else site
+        for site in again.sites
+    )
+    if gone:
+        notes.insert(0, f"inputs that follow from cache_lengths are gone: {', '.join(gone)}")
+    return Report(tuple(sites), (*notes, *again.notes))
 
 
 def _is_left_inside(site: Site) -> bool:
