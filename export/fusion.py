@@ -12,7 +12,8 @@ from flashonnx.export import rules
 from flashonnx.export.model import inlining
 from flashonnx.export.model.files import check_output, load, save
 from flashonnx.export.operator import portable as portable_bodies
-from flashonnx.export.operator import cache_schema, schema
+from flashonnx.export.operator import schema
+from flashonnx.export.operator.cache_schema import KV_CACHE
 from flashonnx.export.reports.report import Report, Site
 from flashonnx.export.rules import Fusion, RefusalError, Rewrite
 from flashonnx.export.sites.finder import LOG_SOFTMAX, WRITTEN_OUT, Candidate, find
@@ -110,7 +111,7 @@ def _with_caches(model: ir.Model, kind: str, portable: bool) -> Report:
     notes = rewriting.finish(model, kind)
     again = fuse_ir(model, portable=portable)  # nodes for caches in their best form, and bodies for all
     sites = (
-        dataclasses.replace(site, kind="attention with a cache", reason="") if site.kind == cache_schema.KV_CACHE else site
+        dataclasses.replace(site, kind="attention with a cache", reason="") if site.kind == KV_CACHE else site
         for site in again.sites
     )
     if gone:

@@ -68,9 +68,7 @@ def _ones(sizes: Sizes, value: ir.Value, dims: tuple[Dim, Dim], sources: tuple[i
     if kind is None or own is None or len(own) != 2:
         raise RefusalError(f"expected (batch, past and new keys), got {'nothing' if own is None else own}")
     tokens, past = sources
-    keys = sizes.op(
-        "Add", _axis(sizes, tokens, 1), _axis(sizes, past, 2), dtype=ir.DataType.INT64
-    )
+    keys = sizes.op("Add", _axis(sizes, tokens, 1), _axis(sizes, past, 2), dtype=ir.DataType.INT64)
     shape = sizes.op("Concat", _axis(sizes, tokens, 0), keys, dtype=ir.DataType.INT64, axis=0)
     one = sizes.builder.constant(np.ones((1, 1), kind.numpy()))
     made = sizes.op("Expand", one, shape)
@@ -80,7 +78,7 @@ def _ones(sizes: Sizes, value: ir.Value, dims: tuple[Dim, Dim], sources: tuple[i
 
 def _positions(facts: Facts, sizes: Sizes, value: ir.Value, counts: tuple[Dim, Dim, Dim]) -> ir.Value:
     """The positions behind the past, (batch, tokens), (1, tokens) or (tokens,)."""
-    batch, before, count = counts
+    batch, _, count = counts
     own, kind = facts.dims(value), value.dtype
     if own is None or own not in ((batch, count), (Dim.of(1), count), (count,)) or kind is None:
         raise RefusalError(f"expected shape (batch, tokens), got {'none' if own is None else own}")

@@ -71,9 +71,7 @@ def pairs(model: ir.Model, facts: Facts) -> list[Pair]:
     if len(lengths) != 1:
         raise CacheError(f"past inputs have different lengths: {', '.join(sorted(map(str, lengths)))}")
     if len(lengths.pop().atoms) != 1:
-        raise CacheError(
-            f"'{found[0].past.name}' has a fixed length; the axis of past keys is expected to be dynamic"
-        )
+        raise CacheError(f"'{found[0].past.name}' has a fixed length; the axis of past keys is expected to be dynamic")
     return found
 
 
@@ -89,9 +87,9 @@ def same(value: ir.Value) -> Iterator[ir.Value]:
     pending = [value]
     for item in pending:
         yield item
-        for node in (use.node for use in item.uses() if not use.node.domain):
-            if node.op_type == "Identity" or (node.op_type == "Concat" and len(node.inputs) == 1):
-                pending.append(node.outputs[0])
+        users = [use.node for use in item.uses() if not use.node.domain]
+        alone = (node for node in users if node.op_type == "Concat" and len(node.inputs) == 1)
+        pending += [node.outputs[0] for node in (*alone, *(node for node in users if node.op_type == "Identity"))]
 
 
 def _joined(facts: Facts, past: ir.Value) -> Iterator[tuple[ir.Value | None, ir.Value]]:

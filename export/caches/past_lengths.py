@@ -50,7 +50,7 @@ class PastLengths:
         """
         tainted, wide = set(sources), set()
         for node in list(self.model.graph):
-            if node.op_type == KV_CACHE or tainted.isdisjoint(_read(node)):
+            if node.op_type == KV_CACHE or tainted.isdisjoint(read_by(node)):
                 continue
             for old in node.outputs:
                 start, size = len(self.builder.nodes), self._size(old)
@@ -66,7 +66,7 @@ class PastLengths:
         spread(self.model.graph, self.sizes, wide, self.batch)
         self._remove_dead()
         for node in reversed(self.model.graph):  # the last shows best what it is for
-            if node.op_type != KV_CACHE and not tainted.isdisjoint(_read(node)):
+            if node.op_type != KV_CACHE and not tainted.isdisjoint(read_by(node)):
                 raise CacheError(
                     f"{node.op_type} '{node.name or node.outputs[0].name}' depends on how many past keys there are, "
                     "and beside a cache each sentence has its own number of them"
@@ -124,7 +124,7 @@ class PastLengths:
                 self.model.graph.remove(node, safe=True)
 
 
-def _read(node: ir.Node) -> set[ir.Value]:
+def read_by(node: ir.Node) -> set[ir.Value]:
     """What a node reads, its subgraphs included."""
     read = {value for value in node.inputs if value is not None}
     for attribute in node.attributes.values():
@@ -136,5 +136,5 @@ def _read(node: ir.Node) -> set[ir.Value]:
             else []
         ):
             for inner in graph:
-                read |= _read(inner)
+                read |= read_by(inner)
     return read

@@ -11,9 +11,11 @@ says, no padding. So caches may hold sentences of different lengths side by side
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import onnx_ir as ir
 from flashonnx.export.caches.assumed import assume, sizes_of
+from flashonnx.export.caches.merged import keep_branch_with_past
 from flashonnx.export.caches.operators import Cache, CacheAttention
 from flashonnx.export.caches.pairs import CacheError, pairs, past_length
 from flashonnx.export.caches.past_lengths import PastLengths
@@ -24,6 +26,7 @@ from flashonnx.export.values.facts import Facts
 
 KINDS = ("static", "paged")
 MAX_POSITIONS = "flashonnx:max_positions"  # in the model's metadata
+_SAME_NUMBERS = frozenset(["Cast", "Expand", "Identity", "Reshape", "Squeeze", "Tile", "Unsqueeze"])
 _NAMED = re.compile(r"past_key_values\.(.+)")
 
 
@@ -35,8 +38,9 @@ def prepare(model: ir.Model, kind: str) -> list[str]:
     """
     if kind not in KINDS:
         raise CacheError(f"expected one of {', '.join(KINDS)}, got {kind!r}")
+    gone = keep_branch_with_past(model)
     facts = Facts(model)
-    return assume(model, facts, pairs(model, facts))
+    return gone + assume(model, facts, pairs(model, facts))
 
 
 def finish(model: ir.Model, kind: str) -> list[str]:
@@ -125,7 +129,7 @@ def _most_positions(facts: Facts, positions: dict[ir.Value, int]) -> int | None:
     """How many positions the model's tables have, None if it looks none up."""
     bounds = []
     for value, more in positions.items():
-        for node, index in [(use.node, use.idx) for item in _cast(value) for use in item.uses()]:
+        for node, index in _users(value):
             tables = {("", "Gather", 1): 0, (MICROSOFT, "RotaryEmbedding", 1): 2}
             at = tables.get((node.domain, node.op_type, index))
             dims = facts.dims(node.inputs[at]) if at is not None else None
@@ -134,5 +138,11 @@ def _most_positions(facts: Facts, positions: dict[ir.Value, int]) -> int | None:
     return min(bounds, default=None)
 
 
-def _cast(value: ir.Value) -> list[ir.Value]:
-    return [value, *(use.node.outputs[0] for use in value.uses() if use.node.op_type == "Cast")]
+def _users(value: ir.Value) -> Iterator[tuple[ir.Node, int]]:
+    """What reads `value`, also in another shape or type."""
+    pending = [value]
+    for item in pending:
+        for use in item.uses():
+            yield use.node, use.idx
+            if use.idx == 0 and use.node.op_type in _SAME_NUMBERS and not use.node.domain:
+                pending.append(use.node.outputs[0])

@@ -35,11 +35,15 @@ def spread(graph: ir.Graph, sizes: Sizes, wide: set[ir.Value], batch: Dim) -> No
         if (node.domain, node.op_type) == ("", "Shape"):
             _keep(graph, sizes, node)
             continue
+        if _repeats_first(facts, node, wide, batch):
+            assert node.inputs[0] is not None
+            ir.convenience.replace_all_uses_with(node.outputs[0], node.inputs[0])
+            continue
         follow = _follows(facts, node, wide, batch)
         if follow is None:
             raise CacheError(
-                f"positions go through {node.op_type} '{node.name or node.outputs[0].name}', of which nothing shows that "
-                "it takes those of each sentence by itself"
+                f"positions go through {node.op_type} '{node.name or node.outputs[0].name}', of which nothing shows "
+                "that it takes those of each sentence by itself"
             )
         if not follow:
             continue
@@ -65,6 +69,14 @@ def _keep(graph: ir.Graph, sizes: Sizes, node: ir.Node) -> None:
         raise CacheError(f"the shape of positions is used by '{node.name or node.outputs[0].name}': {error}") from error
     graph.insert_after(node, sizes.builder.nodes[start:])
     ir.convenience.replace_all_uses_with(node.outputs[0], made, replace_graph_outputs=True)
+
+
+def _repeats_first(facts: Facts, node: ir.Node, wide: set[ir.Value], batch: Dim) -> bool:
+    """Whether a Tile repeated for all sentences what is one for each now."""
+    if (node.domain, node.op_type) != ("", "Tile") or node.inputs[0] not in wide or node.inputs[1] in wide:
+        return False
+    before, after = facts.dims(node.inputs[0]), facts.dims(node.outputs[0])
+    return before is not None and after == (batch, *before[1:])
 
 
 def _follows(facts: Facts, node: ir.Node, wide: set[ir.Value], batch: Dim) -> bool | None:
@@ -95,13 +107,16 @@ def _follows(facts: Facts, node: ir.Node, wide: set[ir.Value], batch: Dim) -> bo
     if op == "Gather" and first not in wide and node.inputs[_GATHERED] in wide:
         axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 0
         return True if axis == 0 else None
+    if op == "GatherND" and first not in wide:
+        return None if "batch_dims" in node.attributes and node.attributes["batch_dims"].as_int() else True
+    if op == "Slice":
+        given = facts.constant(node.inputs[3]) if len(node.inputs) > 3 else None
+        rest = [] if given is None else [normal(int(axis), rank) for axis in given]
+        return True if rest and 0 not in rest and wide.isdisjoint(node.inputs[1:]) else None
     if op in ("Concat", "Gather", "Split"):
         axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 0
-        whole = first in wide if op != "Concat" else all(value in wide for value in node.inputs)
-        return True if whole and normal(axis, ranks[0] or 0) != 0 else None
-    if op == "Slice" and first in wide:
-        axes = facts.constant(node.inputs[3]) if len(node.inputs) > 3 else None
-        return True if axes is not None and all(normal(int(axis), ranks[0] or 0) != 0 for axis in axes) else None
+        is_whole = all(value in wide for value in node.inputs) if op == "Concat" else wide.isdisjoint(node.inputs[1:])
+        return True if is_whole and normal(axis, ranks[0] or 0) != 0 else None
     return None
 
 

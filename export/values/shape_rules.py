@@ -9,10 +9,12 @@ import onnx_ir as ir
 from flashonnx.export.values.dims import Dim, is_clipped, is_positive_or_zero, minimum, product
 from flashonnx.export.values.operator_shapes import (
     attention,
+    cached_attention,
     conv,
     integer,
     multi_head_attention,
     one_hot,
+    packed_attention,
     pad,
     pool,
     resized,
@@ -345,6 +347,8 @@ SHAPE_RULES: dict[str, Callable[[Facts, ir.Node], Result]] = {
     "Resize": resized,
     "Attention": attention,
     "FlashAttention": attention,
+    "FlashAttentionKVCache": cached_attention,
+    "FlashAttentionVarlen": packed_attention,
     "MultiHeadAttention": multi_head_attention,
     "GroupQueryAttention": multi_head_attention,
 }

@@ -137,3 +137,58 @@ class Original:
         logits, *presents = self.session.run(None, {name: given[name] for name in self.names})
         self.pasts = dict(zip(self.pasts, presents, strict=True))
         return logits
+
+
+class SpeechDecoder(torch.nn.Module):
+    """Whisper's decoder with a past: keys of its own that grow, and those of the encoder, which do not."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.eval()
+
+    def forward(self, input_ids: Any, frames: Any, *past: Any) -> Any:
+        layers = [past[index : index + 4] for index in range(0, len(past), 4)]
+        own, cross = (transformers.DynamicCache([layer[part : part + 2] for layer in layers]) for part in (0, 2))
+        cache = transformers.EncoderDecoderCache(own, cross)
+        cache.is_updated.update(dict.fromkeys(range(len(layers)), True))
+        out = self.model.model.decoder(
+            input_ids=input_ids, encoder_hidden_states=frames, past_key_values=cache, use_cache=True
+        )
+        return self.model.proj_out(out[0]), *(x for layer in own.layers for x in (layer.keys, layer.values))
+
+
+def export_whisper(exporter: str, path: Path) -> onnx.ModelProto:
+    """The decoder with inputs input_ids, past_key_values.0.decoder.key, ..., past_key_values.0.encoder.key, ..."""
+    torch.manual_seed(1)
+    config = transformers.WhisperConfig(
+        vocab_size=99, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, num_mel_bins=8, max_source_positions=12,
+        max_target_positions=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+    )  # fmt: skip
+    batch, count, past, frames = 2, 3, 5, 12
+    given = [torch.randint(3, 99, (batch, count)), torch.randn(batch, frames, 32)]
+    names, axes = ["input_ids", "frames"], [{0: "batch", 1: "sequence"}, {0: "batch", 1: "frames"}]
+    outputs = ["logits"]
+    for name in (
+        f"{i}.{part}.{role}" for i in range(2) for part in ("decoder", "encoder") for role in ("key", "value")
+    ):
+        is_own = "decoder" in name
+        given.append(torch.randn(batch, 4, past if is_own else frames, 8))
+        names.append(f"past_key_values.{name}")
+        axes.append({0: "batch", 2: "past" if is_own else "frames"})
+        outputs += [f"present.{name}"] if is_own else []
+    module = SpeechDecoder(transformers.WhisperForConditionalGeneration(config).eval())
+    more: dict[str, Any] = {"input_names": names, "output_names": outputs}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if exporter == "torch":
+            shapes = (axes[0], axes[1], tuple(axes[2:]))
+            torch.onnx.export(
+                module, tuple(given), path, dynamo=True, dynamic_shapes=shapes, opset_version=20, verbose=False, **more
+            )
+        else:
+            every = dict(zip(names, axes, strict=True)) | {"logits": axes[0]}
+            every |= {name: {0: "batch", 2: "past + sequence"} for name in outputs[1:]}
+            torch.onnx.export(module, tuple(given), path, dynamo=False, dynamic_axes=every, opset_version=17, **more)
+    return onnx.load(path)

@@ -121,3 +121,126 @@ def test_sentences_padded_on_the_left(name: str, exported: Any) -> None:
         want, got = before.step(tokens), after.step(tokens)
         np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max())
         tokens = want.argmax(-1)
+
+
+def test_merged_decoders(exported: Any) -> None:
+    """An If between the decoder with a past and the one for prompts: the first alone does both."""
+    original = exported("gpt2", WAYS[1])
+    prompt_only = onnx.ModelProto()
+    prompt_only.CopyFrom(original)
+    graph = prompt_only.graph
+    pasts = [value for value in graph.input if value.name.startswith("past_")]
+    for value in pasts:  # a past without keys
+        graph.input.remove(value)
+        heads, size = (value.type.tensor_type.shape.dim[axis].dim_value for axis in (1, 3))
+        shape = onnx.helper.make_node("Concat", ["batch_of_ids", "heads_0_size"], [f"{value.name}/shape"], axis=0)
+        empty = onnx.helper.make_node("ConstantOfShape", [f"{value.name}/shape"], [value.name])
+        graph.node.insert(0, empty)
+        graph.node.insert(0, shape)
+    rest = onnx.helper.make_node("Constant", [], ["heads_0_size"], value_ints=[heads, 0, size])
+    zero, one = (onnx.helper.make_node("Constant", [], [f"number_{n}"], value_ints=[n]) for n in (0, 1))
+    ids = onnx.helper.make_node("Shape", ["input_ids"], ["shape_of_ids"])
+    batch = onnx.helper.make_node("Slice", ["shape_of_ids", "number_0", "number_1"], ["batch_of_ids"])
+    for node in (batch, ids, one, zero, rest):
+        graph.node.insert(0, node)
+    merged = _merged(original, prompt_only)
+    onnx.checker.check_model(merged)
+    fused, report = fuse(merged, kv_cache="static")
+    assert report.fused == 2
+    assert "use_cache_branch" not in [value.name for value in fused.graph.input]
+    assert "If" not in op_types(fused)
+    check(original, fused)
+    with_more = _merged(original, prompt_only)
+    with_more.graph.input.append(onnx.helper.make_tensor_value_info("frames", onnx.TensorProto.FLOAT, [1]))
+    (branch,) = (a.g for a in with_more.graph.node[-1].attribute if a.name == "else_branch")
+    branch.node.append(onnx.helper.make_node("Identity", ["frames"], ["of_frames"]))
+    with pytest.raises(ValueError, match="reads frames besides"):
+        fuse(with_more, kv_cache="static")
+
+
+def _merged(with_past: onnx.ModelProto, without: onnx.ModelProto) -> onnx.ModelProto:
+    """Both as branches of an If on use_cache_branch, as merged decoders are made."""
+    branches = []
+    for source, suffix in ((with_past, "then"), (without, "else")):
+        named = onnx.ModelProto()
+        named.CopyFrom(source)
+        named = onnx.compose.add_prefix(named, f"{suffix}/", rename_inputs=False)
+        graph = named.graph
+        del graph.input[:]
+        del graph.value_info[:]
+        branches.append(graph)
+    outputs = [value.name for value in with_past.graph.output]
+    choose = onnx.helper.make_node(
+        "If", ["use_cache_branch"], outputs, then_branch=branches[0], else_branch=branches[1]
+    )
+    flag = onnx.helper.make_tensor_value_info("use_cache_branch", onnx.TensorProto.BOOL, [1])
+    graph = onnx.helper.make_graph([choose], "merged", [*with_past.graph.input, flag], with_past.graph.output)
+    return onnx.helper.make_model(graph, opset_imports=with_past.opset_import, ir_version=with_past.ir_version)
+
+
+@pytest.mark.parametrize("exporter", [pytest.param("torch", marks=pytest.mark.slow), "TorchScript"])
+def test_whisper(exporter: str, tmp_path: Path) -> None:
+    """The decoder's own keys become caches; those of the encoder stay inputs."""
+    original = decoders.export_whisper(exporter, tmp_path / "whisper.onnx")
+    fused, report = fuse(original, kv_cache="static")
+    assert report.fused == report.total == 4
+    assert [node.op_type for node in nodes(fused)] == ["FlashAttentionKVCache", "FlashAttention"] * 2
+    names = {value.name for value in fused.graph.input}
+    random = np.random.default_rng(0)
+    frames = {name: random.standard_normal((2, 4, 12, 8)).astype(np.float32) for name in names if ".encoder." in name}
+    frames |= {name: np.zeros((2, 12, 32), np.float32) for name in names & {"frames"}}
+    before = session(original)
+    for library in (False, True) if has_library() else (False,):
+        after = session(fused, library=library)
+        pasts = [{n: np.zeros((1, 4, 0, 8), np.float32) for n in names if ".decoder." in n} for _ in range(2)]
+        caches = {value.name: np.full((2, 4, CAPACITY, 8), np.nan, np.float32) for value in after.get_inputs()
+                  if ".decoder." in value.name}  # fmt: skip
+        pasts = [{name: past[name] for name in caches} for past in pasts]
+        lengths, counts = np.array([0, 0]), np.array([5, 3])
+        for _ in range(STEPS):
+            ids = random.integers(3, 99, (2, counts.max()))
+            logits, *presents = after.run(None, {"input_ids": ids, "cache_lengths": lengths, **frames, **caches})
+            caches = dict(zip(caches, presents, strict=True))
+            lengths = lengths + counts
+            for b, count in enumerate(counts):
+                alone = {name: x[b : b + 1] for name, x in frames.items()}
+                want, *presents = before.run(None, {"input_ids": ids[b : b + 1, :count], **alone, **pasts[b]})
+                pasts[b] = dict(zip(pasts[b], presents, strict=True))
+                np.testing.assert_allclose(logits[b, :count], want[0], atol=1e-4 * np.abs(want).max())
+            counts = np.array([1, 1])
+
+
+@pytest.mark.skipif(not has_library(), reason="pages need the library")
+def test_pages(exported: Any) -> None:
+    fused, report = fuse(exported("llama", WAYS[1]), kv_cache="paged")
+    assert "block_table" in report.notes[-1]
+    pages = np.random.default_rng(0).permutation(30)[:20].reshape(2, 10).astype(np.int32)
+    check(exported("llama", WAYS[1]), fused, pages)
+
+
+@pytest.mark.parametrize(
+    "kind", ["static", pytest.param("paged", marks=pytest.mark.skipif(not has_library(), reason="lib"))]
+)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_generator_runs_it(name: str, kind: str, exported: Any) -> None:
+    """flashonnx.generate takes such a file as one of export_onnx, and writes what the original would."""
+    original = exported(name, WAYS[1])
+    fused, _ = fuse(original, kv_cache=kind)
+    generator = flashonnx.generate.Generator(fused, batch=2, capacity=CAPACITY, page_size=4, device="cpu")
+    assert generator.positions == {"gpt2": 64, "llama": None}[name]
+    prompts = [*PROMPTS, [60]]
+    result = generator(prompts, max_new_tokens=STEPS)
+    for prompt, tokens in zip(prompts, result.tokens, strict=True):
+        run = Original(session(original))
+        logits, want = run.step(np.array([prompt])), []
+        while len(want) < STEPS:
+            want.append(int(logits[0, -1].argmax()))
+            logits = run.step(np.array([want[-1:]]))
+        assert tokens == want
+
+
+def test_biases_that_grow_with_the_keys(exported: Any) -> None:
+    """ALiBi: its numbers count from the first key of all; the report of fuse() without the option has it fused."""
+    original = exported("bloom", Way("TorchScript", "eager", positions=False))
+    with pytest.raises(ValueError, match="kv_cache: "):
+        fuse(original, kv_cache="static")
