@@ -30,7 +30,7 @@ def keep_branch_with_past(model: ir.Model) -> list[str]:
         if more:
             raise CacheError(
                 f"'{node.name or node.outputs[0].name}' chooses between decoders with and without a past, and the "
-                f"latter reads {', '.join(more)} besides: take the file of the decoder with a past, and its mate for the rest"
+                f"latter reads {', '.join(more)} besides: take the file of the decoder with a past and its mate"
             )
         _forget(branches[1 - index])
         _write_out(model, node, branches[index])

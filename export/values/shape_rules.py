@@ -309,7 +309,7 @@ _SAME = (
     "SkipLayerNormalization SimplifiedLayerNormalization RotaryEmbedding LeakyRelu Elu HardSigmoid "
     "FastGelu BiasGelu QuickGelu Sin Cos Softplus BitwiseNot Sign Ceil Round ScatterND "
     "BatchNormalization InstanceNormalization GroupNormalization GroupNorm LpNormalization HardSwish Mish Swish Selu "
-    "Celu ThresholdedRelu Softsign ScatterElements"
+    "Celu ThresholdedRelu Softsign ScatterElements TensorScatter"
 )
 _BINARY = (
     "Add Sub Mul Div Pow Where And Or Xor Equal Less LessOrEqual Greater GreaterOrEqual Max Min "
