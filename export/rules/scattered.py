@@ -31,8 +31,8 @@ class ScatteredCache(Rule):
     """Attention of four dimensions whose K and V are caches that TensorScatter has just written new keys into.
 
     Accepts linear caches, one place a sentence for keys and values, and nonpad_kv_seqlen that is that place plus the
-    number of new keys: then the queries stand beside the new keys in both operators. Masks stay as they are. Of all else
-    the Attention alone is fused, over the caches that TensorScatter makes.
+    number of new keys: then the queries stand beside the new keys in both operators. Masks stay as they are. Of all
+    else the Attention alone is fused, over the caches that TensorScatter makes.
     """
 
     kinds = ("Attention",)
@@ -53,8 +53,8 @@ class ScatteredCache(Rule):
             raise RefusalError("keys and values are written to different places")
         if lengths is None or not _is_sum(facts, lengths, keys.places, q[2]):
             raise RefusalError(
-                "nothing shows that nonpad_kv_seqlen is the place of the new keys plus their number (write it as Add of "
-                "write_indices and the size of an axis of Q or K)"
+                "nothing shows that nonpad_kv_seqlen is the place of the new keys plus their number (write it as Add "
+                "of write_indices and the size of an axis of Q or K)"
             )
         builder = fusion.builder(site.node)
         inputs: dict[str, ir.Value | None] = {

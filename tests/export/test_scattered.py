@@ -9,6 +9,7 @@ import onnx
 import pytest
 from flashonnx.export import fuse, unfuse
 from models import has_library, nodes, op_types, run
+from onnx import TensorProto
 
 NEW = "float[b,4,s,8] q, float[b,2,s,8] k, float[b,2,s,8] v"
 CACHES = "float[b,2,m,8] keys, float[b,2,m,8] values, int64[b] at"
@@ -55,9 +56,9 @@ def fed(before: onnx.ModelProto, count: int, seed: int = 0) -> dict[str, Any]:
         shape = [d.dim_value or sizes[d.dim_param] for d in value.type.tensor_type.shape.dim]
         given[value.name] = random.standard_normal(shape).astype(np.float32)
     if "mask" in given:
-        bool_type = [v for v in before.graph.input if v.name == "mask"][0].type.tensor_type.elem_type == 9
-        given["mask"] = random.random(given["mask"].shape) < 0.7 if bool_type else given["mask"]
-        if bool_type:
+        kind = next(v for v in before.graph.input if v.name == "mask").type.tensor_type.elem_type
+        if kind == TensorProto.BOOL:
+            given["mask"] = random.random(given["mask"].shape) < 0.7
             given["mask"][..., 0] = True
     return given | {"at": np.array([0, 5, 12 - count])}
 
