@@ -151,6 +151,18 @@ def maximum(a: Dim, b: Dim) -> Dim:
     return a + b - minimum(a, b)
 
 
+def equal(a: Dim, b: Dim) -> bool | None:
+    """Whether two numbers are equal; None where that is not known. A size never equals a negative number."""
+    if a == b:
+        return True
+    if a.value is not None and b.value is not None:
+        return False
+    for size, number in ((a, b), (b, a)):
+        if number.value is not None and number.value < 0 and all(count > 0 for count in size.terms.values()):
+            return False
+    return None
+
+
 def is_clipped(size: Dim, whole: Dim) -> bool:
     """Whether `size` is Min(c, whole) for a number c > 1.
 

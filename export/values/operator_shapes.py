@@ -61,7 +61,12 @@ def conv(facts: Facts, node: ir.Node) -> Result:
     dims, kernel = (facts.dims(value) for value in node.inputs[:2])
     if dims is None or kernel is None or len(dims) != len(kernel) or len(dims) < 3:
         return [None]
-    rank = len(dims) - 2
+    return [(dims[0], kernel[0], *conv_sizes(facts, node, dims[2:], kernel[2:]))]
+
+
+def conv_sizes(facts: Facts, node: ir.Node, dims: Dims, kernel: Dims) -> list[Dim]:
+    """What becomes of the axes that a kernel goes along."""
+    rank = len(dims)
 
     def numbers(name: str, default: int, count: int) -> list[int]:
         return list(node.attributes[name].as_ints()) if name in node.attributes else [default] * count
@@ -70,7 +75,7 @@ def conv(facts: Facts, node: ir.Node) -> Result:
     explicit = "auto_pad" not in node.attributes or node.attributes["auto_pad"].as_string() in ("NOTSET", "VALID")
     sizes = []
     for index in range(rank):
-        size, width = dims[index + 2], kernel[index + 2].value
+        size, width = dims[index], kernel[index].value
         if width is None or not explicit:
             sizes.append(facts.unknown())
             continue
@@ -79,7 +84,7 @@ def conv(facts: Facts, node: ir.Node) -> Result:
             sizes.append(padded)
         else:
             sizes.append(Dim.of((padded.value - 1) // strides[index] + 1) if padded.value else facts.unknown())
-    return [(dims[0], kernel[0], *sizes)]
+    return sizes
 
 
 def pool(facts: Facts, node: ir.Node) -> Result:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
+from flashonnx.export.values.contrib_shapes import CONTRIB_RULES, SAME
 from flashonnx.export.values.dims import Dim, is_clipped, is_positive_or_zero, minimum, product
 from flashonnx.export.values.operator_shapes import (
     attention,
@@ -306,10 +307,10 @@ def _gather_elements(facts: Facts, node: ir.Node) -> Result:
 _SAME = (
     "Identity Cast CastLike Softmax LogSoftmax Tanh Sigmoid Relu Gelu Erf Exp Log Sqrt Neg Abs Not "
     "IsNaN IsInf Reciprocal Dropout Trilu CumSum LayerNormalization RMSNormalization Clip Floor "
-    "SkipLayerNormalization SimplifiedLayerNormalization RotaryEmbedding LeakyRelu Elu HardSigmoid "
-    "FastGelu BiasGelu QuickGelu Sin Cos Softplus BitwiseNot Sign Ceil Round ScatterND "
+    "SimplifiedLayerNormalization RotaryEmbedding LeakyRelu Elu HardSigmoid Sin Cos Softplus BitwiseNot "
+    "Sign Ceil Round ScatterND "
     "BatchNormalization InstanceNormalization GroupNormalization GroupNorm LpNormalization HardSwish Mish Swish Selu "
-    "Celu ThresholdedRelu Softsign ScatterElements TensorScatter"
+    "Celu ThresholdedRelu Softsign ScatterElements TensorScatter QuantizeLinear DequantizeLinear"
 )
 _BINARY = (
     "Add Sub Mul Div Pow Where And Or Xor Equal Less LessOrEqual Greater GreaterOrEqual Max Min "
@@ -317,12 +318,12 @@ _BINARY = (
 )
 
 SHAPE_RULES: dict[str, Callable[[Facts, ir.Node], Result]] = {
-    **dict.fromkeys(_SAME.split(), _same),
+    **dict.fromkeys((*_SAME.split(), *SAME.split()), _same),
     **dict.fromkeys(_BINARY.split(), _elementwise),
     **dict.fromkeys(("ReduceMax", "ReduceMin", "ReduceSum", "ReduceMean"), _reduce),
-    "MatMul": _matmul,
-    "FusedMatMul": _matmul,
-    "Gemm": _gemm,
+    **CONTRIB_RULES,
+    **dict.fromkeys(("MatMul", "FusedMatMul", "GemmFastGelu", "MatMulIntegerToFloat"), _matmul),
+    **dict.fromkeys(("Gemm", "FusedGemm"), _gemm),
     "Einsum": _einsum,
     "Transpose": _transpose,
     "Reshape": _reshape,
@@ -339,7 +340,7 @@ SHAPE_RULES: dict[str, Callable[[Facts, ir.Node], Result]] = {
     "ConstantOfShape": _filled,
     "Flatten": _flatten,
     "GatherElements": _gather_elements,
-    "Conv": conv,
+    **dict.fromkeys(("Conv", "FusedConv"), conv),
     **dict.fromkeys(("MaxPool", "AveragePool", "LpPool", "GlobalAveragePool", "GlobalMaxPool"), pool),
     "OneHot": one_hot,
     "Tile": tile,
