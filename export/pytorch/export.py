@@ -186,7 +186,8 @@ def _by_route(
 
 def _not_all(route: transformers_route.Route, report: Report) -> str:
     """Why a model did not attend through the route alone; empty if it did."""
-    others = [site for site in report.sites if site.kind != "torch.ops.flashonnx.attention"]
+    ours = ("torch.ops.flashonnx.attention", "torch.ops.flashonnx.attention_varlen")
+    others = [site for site in report.sites if site.kind not in ours]
     if not route.layers:
         return "no layer asked for its attention function"
     return f"'{others[0].node}' attends without it ({others[0].kind})" if others else ""
@@ -196,7 +197,7 @@ def _fuse(model: ir.Model, portable: bool) -> Report:
     """Fuses the whole model in place; the nodes of the translation table come into their best form by it."""
     from flashonnx.export import Report, fusion
     from flashonnx.export.operator import schema
-    from flashonnx.export.operator.cache_schema import KV_CACHE
+    from flashonnx.export.operator.cache_schema import KV_CACHE, VARLEN
     from flashonnx.export.pytorch import exporter_faults
 
     exporter_faults.spread_rotary_caches(model)
@@ -204,11 +205,17 @@ def _fuse(model: ir.Model, portable: bool) -> Report:
     caught = [node for node in model.graph.all_nodes() if (node.domain, node.op_type) == ours]
     for node in caught:
         _tidy(node, schema.ATTRIBUTES)
-    for node in [node for node in model.graph.all_nodes() if (node.domain, node.op_type) == (schema.DOMAIN, KV_CACHE)]:
-        _tidy(node, schema.OPERATORS[KV_CACHE], outputs=3)
+    for kind, outputs in ((KV_CACHE, 3), (VARLEN, 1)):
+        for node in [node for node in model.graph.all_nodes() if (node.domain, node.op_type) == (schema.DOMAIN, kind)]:
+            _tidy(node, schema.OPERATORS[kind], outputs)
     kinds = {node.name: _kind(node) for node in caught}
     report = fusion.fuse_ir(model, portable=portable)
-    sites = [dataclasses.replace(site, kind=kinds.get(site.node, site.kind)) for site in report.sites]
+    sites = [
+        dataclasses.replace(site, kind="torch.ops.flashonnx.attention_varlen", reason="")
+        if site.kind == VARLEN
+        else dataclasses.replace(site, kind=kinds.get(site.node, site.kind))
+        for site in report.sites
+    ]
     return Report(tuple(sites), report.notes)
 
 
