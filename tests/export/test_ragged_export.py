@@ -1,4 +1,4 @@
-"""Models that attend within packed sequences: torch.ops.flashonnx.attention_varlen, transformers, flash-attn's function."""
+"""Models that attend within packed sequences: by our operator in PyTorch, transformers, flash-attn's function."""
 
 from __future__ import annotations
 
