@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 import onnx
 import onnx_ir as ir
 from flashonnx.export import rules
+from flashonnx.export.masks.overwrites import see_through
 from flashonnx.export.model import inlining
 from flashonnx.export.model.files import check_output, load, save
 from flashonnx.export.operator import portable as portable_bodies
@@ -126,6 +127,7 @@ def _is_left_inside(site: Site) -> bool:
 def _fuse(model: ir.Model, portable: bool, places: Mapping[ir.Node, str], shared_cache: bool) -> Report:
     """Fuses all but functions; `places` tells where nodes that were written out come from."""
     fusion = Fusion(model, shared_cache=shared_cache)
+    remove_unused(see_through(model, fusion.facts))
     fused: list[ir.Node] = []
     sites = []
     for found in find(model, fusion.facts):

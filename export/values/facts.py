@@ -101,8 +101,7 @@ class Facts:
             if node is None:
                 return None
             if node.op_type == "ConstantOfShape" and not node.domain:
-                fill = node.attributes.get("value")
-                return float(fill.as_tensor().numpy().reshape(-1)[0]) if fill else 0.0
+                return float(fill.as_tensor().numpy().flat[0]) if (fill := node.attributes.get("value")) else 0.0
             if node.domain or node.op_type not in _REPEATING:
                 return None
             value = node.inputs[0]
@@ -245,9 +244,8 @@ class Facts:
         if operator == "Shape":
             dims = self.dims(first)
             if dims is not None:
-                start = integer(node, "start", 0)
-                end = integer(node, "end", len(dims))
-                self._ints[output] = dims[slice(*slice(start, end).indices(len(dims)))]
+                part = slice(integer(node, "start", 0), integer(node, "end", len(dims)))
+                self._ints[output] = dims[slice(*part.indices(len(dims)))]
         elif operator in ("Squeeze", "Unsqueeze", "Reshape", "Identity", "Cast"):
             rank = self.rank(output)
             keeps = operator != "Cast" or node.attributes["to"].as_int() in _INTEGERS
@@ -265,6 +263,8 @@ class Facts:
             self._arithmetic(node)
         elif operator == "Split":
             self._cut(node)
+        elif operator == "Neg" and (known := self.ints(first)) is not None:
+            self._ints[output] = tuple(-number for number in known)
         elif operator in ("Equal", "Where", "ConstantOfShape"):
             self._choose(node)
         self._fold_numbers(node)

@@ -205,6 +205,8 @@ def _slice_size(size: Dim, start: Dim, end: Dim, step: Dim) -> Dim | None:
         return None
     if start.value is not None and start.value < 0 and end.value is not None and end.value >= 2**31 - 1:
         return minimum(size, Dim.of(-start.value))
+    if start.value is None and is_positive_or_zero(-start) and end.value is not None and end.value >= 2**31 - 1:
+        return minimum(size, -start)  # the last ones, as many as a size says
     if start != 0:
         to_end = end.value is not None and end.value >= 2**31 - 1
         return size - start if to_end and all(map(is_positive_or_zero, (start, size - start))) else None
