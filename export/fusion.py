@@ -106,10 +106,16 @@ def fuse_ir(model: ir.Model, *, portable: bool = True, shared_cache: bool = Fals
 def _with_caches(model: ir.Model, kind: str, portable: bool) -> Report:
     """fuse() in place, with past keys as caches."""
     from flashonnx.export.caches import rewriting
+    from flashonnx.export.caches.pairs import CacheError
 
     gone = rewriting.prepare(model, kind)
-    fuse_ir(model, portable=False)
-    notes = rewriting.finish(model, kind)
+    left = [site for site in fuse_ir(model, portable=False).sites if not site.fused]
+    try:
+        notes = rewriting.finish(model, kind)
+    except CacheError as error:
+        if not left:
+            raise
+        raise ValueError(f"{error}; '{left[0].node}' is left as it was: {left[0].reason}") from error
     again = fuse_ir(model, portable=portable)  # nodes for caches in their best form, and bodies for all
     sites = (
         dataclasses.replace(site, kind="attention with a cache", reason="") if site.kind == KV_CACHE else site
@@ -127,7 +133,7 @@ def _is_left_inside(site: Site) -> bool:
 def _fuse(model: ir.Model, portable: bool, places: Mapping[ir.Node, str], shared_cache: bool) -> Report:
     """Fuses all but functions; `places` tells where nodes that were written out come from."""
     fusion = Fusion(model, shared_cache=shared_cache)
-    remove_unused(see_through(model, fusion.facts))
+    remove_unused(see_through(model, fusion.facts, fusion.names))
     fused: list[ir.Node] = []
     sites = []
     for found in find(model, fusion.facts):

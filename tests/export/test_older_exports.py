@@ -102,3 +102,41 @@ def test_nothing_is_changed_where_nothing_is_fused() -> None:
     before = model(text.replace("y0 = Add(q, written)", ""))
     after, _ = fuse(before)
     assert after is before and isinstance(ir.from_proto(after), ir.Model)
+
+
+PADDED = """
+    o12 = Constant<value_ints=[1,2]>() counted = Unsqueeze(attention_mask, o12) m = Cast<to=1>(counted)
+    sum = Add(mask, m) nothing = Constant<value_float=0.0>() {test}
+    lowest = Constant<value_float=-3.4028234663852886e38>()
+    padded = Where(hidden, lowest, mask)
+"""
+
+
+@pytest.mark.parametrize("number", ["nothing", "i0"])
+def test_padding_told_by_a_sum(number: str) -> None:
+    """Becomes a mask of keys beside the triangle; rows that see no key give what they gave."""
+    test = f"hidden = Equal(sum, {number})"
+    if number == "i0":  # another type of zero
+        test = "whole = Cast<to=7>(sum) hidden = Equal(whole, i0)"
+    body = TRIANGLES + PADDED.format(test=test) + ATTENTION.format(mask="padded")
+    sizes = [{**named, "p + s": named["p"] + named["s"]} for named in SIZES]
+    before = model(body, ", int64[b,t] attention_mask")
+    before.graph.input[-1].type.tensor_type.shape.dim[1].dim_param = "p + s"
+    fused, report = fuse(before)
+    assert report.fused == 1
+    assert ("attn_mask (b, 1, 1, s + p)" in report.sites[0].became) == (number == "nothing")
+    for seed, named in enumerate(sizes):
+        inputs = random_inputs(before, named, seed)
+        assert_same(before, fused, inputs)
+        inputs["attention_mask"][:, : named["p"]] = 0  # and with all past keys hidden
+        inputs["attention_mask"][-1] = 1
+        assert_same(before, fused, inputs)
+
+
+def test_another_fill_stays() -> None:
+    body = TRIANGLES + PADDED.format(test="hidden = Equal(sum, nothing)").replace("-3.4028234663852886e38", "-5.0")
+    before = model(body + ATTENTION.format(mask="padded"), ", int64[b,t] attention_mask")
+    fused, _ = fuse(before)
+    inputs = random_inputs(before, {"b": 2, "s": 4, "p": 3, "t": 7})
+    inputs["attention_mask"][:, 0] = 1
+    assert_same(before, fused, inputs)

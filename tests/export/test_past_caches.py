@@ -222,11 +222,15 @@ def test_pages(exported: Any) -> None:
     "kind", ["static", pytest.param("paged", marks=pytest.mark.skipif(not has_library(), reason="lib"))]
 )
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_generator_runs_it(name: str, kind: str, exported: Any) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_generator_runs_it(device: str, name: str, kind: str, exported: Any) -> None:
     """flashonnx.generate takes such a file as one of export_onnx, and writes what the original would."""
     original = exported(name, WAYS[1])
     fused, _ = fuse(original, kv_cache=kind)
-    generator = flashonnx.generate.Generator(fused, batch=2, capacity=CAPACITY, page_size=4, device="cpu")
+    exact = {"use_tf32": "0"} if device == "cuda" else None
+    generator = flashonnx.generate.Generator(
+        fused, batch=2, capacity=CAPACITY, page_size=4, device=device, provider_options=exact
+    )
     assert generator.positions == {"gpt2": 64, "llama": None}[name]
     prompts = [*PROMPTS, [60]]
     result = generator(prompts, max_new_tokens=STEPS)

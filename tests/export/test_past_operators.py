@@ -204,6 +204,13 @@ def test_unknown_kind() -> None:
         fuse(model(WRITTEN_OUT), kv_cache="circular")
 
 
+def test_what_was_left_is_told() -> None:
+    """Where an attention was not fused at all, that is the reason."""
+    before = model(WRITTEN_OUT.replace("Softmax<axis=-1>", "Softmax<axis=-2>"))
+    with pytest.raises(ValueError, match=r"no attention reads 'past_k'.*'weights' is left as it was: the softmax runs"):
+        fuse(before, kv_cache="static")
+
+
 @pytest.mark.parametrize("name", ["a bias", "no triangle"])
 def test_without_the_option_it_is_fused_as_it_is(name: str) -> None:
     _, report = fuse(REFUSED[name][0])
