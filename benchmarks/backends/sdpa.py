@@ -26,13 +26,17 @@ class Sdpa(Backend):
         return None
 
     def prepare(self, problem: Problem) -> Runner:
-        """Views only; PyTorch allocates the output at each call."""
+        """Views only; PyTorch allocates the output at each call. It has no windows: they are masks."""
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.functional import scaled_dot_product_attention
 
         backend = getattr(SDPBackend, self._kernel)
         q, k, v = problem.heads_first()
         causal, mask = problem.workload.causal, problem.mask
+        if problem.workload.window:
+            hidden = problem.hidden()
+            assert hidden is not None and mask is None
+            causal, mask = False, ~hidden[None, None]
         grouped = q.shape[1] != k.shape[1]
 
         def run() -> Tensor:
@@ -46,7 +50,7 @@ class Sdpa(Backend):
                 run()
             except RuntimeError as error:
                 raise UnsupportedError(_reason([str(w.message) for w in reasons]) or str(error)) from error
-        return Runner(run)
+        return Runner(run, "its window is a mask" if problem.workload.window else "")
 
 
 def _reason(messages: list[str]) -> str:
