@@ -13,6 +13,7 @@ import typer
 
 Input = Annotated[Path, typer.Argument(help="ONNX file.", show_default=False)]
 _PROTOBUF_LIMIT = 2**31 - 1
+_NPY = b"\x93NUMPY"  # how a file of numpy.save begins
 
 
 def report_files(wanted: Sequence[str] | None, kinds: Sequence[str], stem: Path) -> dict[str, Path]:
@@ -78,11 +79,14 @@ def _arrays(path: Path) -> dict[str, Any]:
     import numpy as np
 
     expected = f"--inputs is expected to be an .npz file, as numpy.savez(path, **inputs) writes it; '{path}'"
+    with path.open("rb") as file:
+        start = file.read(len(_NPY))
+    if start == _NPY:
+        raise ValueError(f"{expected} holds one array without a name")
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{expected} is none")
     try:
-        arrays = np.load(path)
-        if isinstance(arrays, np.lib.npyio.NpzFile):
-            with arrays:
-                return dict(arrays)
+        with np.load(path) as arrays:
+            return dict(arrays)
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{expected} is none: {error}") from error
-    raise ValueError(f"{expected} holds one array without a name")
+        raise ValueError(f"{expected} cannot be read: {error}") from error
