@@ -127,3 +127,19 @@ def test_weights_that_are_missing(plain: Path, flashonnx_command: Command) -> No
         said = flashonnx_command(*command, code=2)
         assert "weights" in said and "gone.data" in said and "not an ONNX model" not in said
     assert "error" in json.loads(flashonnx_command("bench", "apart.onnx", "--json", code=2).partition("\nflashonnx")[0])
+
+
+def test_models_beyond_protobuf_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights beside the file, and nothing else; a link stays one."""
+    from flashonnx.cli import _files
+
+    monkeypatch.setattr(_files, "_PROTOBUF_LIMIT", 0)
+    model = written_out()
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((40, 40), np.float32), "weights"))
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link.onnx").symlink_to("real/model.onnx")
+    _files.write_model(tmp_path / "link.onnx", model)
+    assert sorted(os.listdir(tmp_path / "real")) == ["link.onnx.data", "model.onnx"]
+    read = onnx.load(tmp_path / "real" / "model.onnx")
+    assert onnx.numpy_helper.to_array(read.graph.initializer[-1]).sum() == 1600
+    assert (tmp_path / "link.onnx").is_symlink() and len(os.listdir(tmp_path)) == 2

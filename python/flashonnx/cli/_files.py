@@ -61,8 +61,13 @@ def write_model(path: Path, model: Any) -> None:
 
     if model.ByteSize() <= _PROTOBUF_LIMIT:
         write(path, model.SerializeToString())
-    else:
-        onnx.save_model(model, path, save_as_external_data=True, location=f"{path.name}.data")
+        return
+    file, data = Path(os.path.realpath(path)), f"{path.name}.data"
+    with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{path.name}.") as folder:
+        temporary = Path(folder)
+        onnx.save_model(model, temporary / file.name, save_as_external_data=True, location=data)
+        os.replace(temporary / data, file.parent / data)
+        os.replace(temporary / file.name, file)
 
 
 def given_inputs(paths: Sequence[Path] | None) -> list[Mapping[str, Any]] | None:

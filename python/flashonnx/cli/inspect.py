@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from flashonnx._capi import Library
     from flashonnx.export import Site
 
-_EXAMPLES = (1, 1024)  # of a batch, and of any other length
-
 
 @dataclass
 class Row:
@@ -85,9 +83,8 @@ def _inspected(model: Any, given: Mapping[str, int], devices: list[int]) -> tupl
     nodes = attentions(fused)
     sizes = dict(given)
     for attention in nodes:
-        batch = attention.sizes["batch"]
         for name in attention.names():
-            sizes.setdefault(name, _EXAMPLES[0] if name == batch else _EXAMPLES[1])
+            sizes.setdefault(name, attention.example(name))
     sizes = report.at(sizes).lengths
     library: Library | None = None
     missing = ""
