@@ -194,7 +194,7 @@ def kernels() -> Check:
         loaded = Library(flashonnx.library_path())
     except (RuntimeError, OSError):
         return Check("kernels", "absent", "not looked for: there is no library")
-    x = np.zeros((1, 16, 512, 64), np.float32)
+    x = np.zeros((8, 16, 512, 64), np.float32)
     parts, refused = [], []
     for where, kind in (("CPU", CPU), ("GPU", CUDA)):
         try:
