@@ -288,12 +288,12 @@ def _tell(content: dict[str, Any], results: list[Result]) -> None:
         name = Text(result.contender, "bold" if result.ours else "")
         if result.median_ms is None:
             continue
-        spread = f"{result.low_ms:.3g} – {result.high_ms:.3g}"
+        spread = f"{((result.high_ms or 0) - (result.low_ms or 0)) / result.median_ms:.0%}"
         ratio = result.median_ms / fastest[result.length]
         tflops = f"{result.tflops:.3g}" if result.tflops is not None else ""
         peak = units(result.peak_bytes) if result.peak_bytes is not None else ""
         rows.append([result.length, name, f"{result.median_ms:.4g}", spread, f"{ratio:.2f}×", tflops, peak])
-    heads = ["length", "", "ms", "half of them in", "to the fastest", "TFLOP/s", "peak memory"]
+    heads = ["length", "", "ms", "spread", "slower", "TFLOP/s", "memory"]  # 80 columns with all peers
     shown = [i for i in range(len(heads)) if i == 1 or any(str(row[i]) for row in rows)]
     if rows:
         right = [n for n, i in enumerate(shown) if i != 1]
