@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 from cli_driver import Command, flashonnx_command, plain, written_out
-from flashonnx.cli._contenders import Contender, Operator, graph, wrong
+from flashonnx.cli._contenders import Contender, Operator, graph, operator_contenders, wrong
 from flashonnx.cli._measure import Result, _reason, measure
 from flashonnx.reference import attention
 
@@ -116,11 +116,28 @@ def test_peak_memory_is_what_a_call_takes() -> None:
     assert 0.9 * (64 << 20) < result.peak_bytes < 2 * (64 << 20)
 
 
+def test_the_table_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    """With everybody on a GPU, long sequences and much memory."""
+    from flashonnx.cli.bench import _tell
+
+    problem = Operator(1, 16, 16, 128, "float16", False)
+    names = [contender.name for contender in operator_contenders(problem, "cuda", 0)]
+    numbers = {"median_ms": 1234.5678, "low_ms": 1.0, "high_ms": 2000.0, "tflops": 999.9, "peak_bytes": 17_300_000_000}
+    results = [Result(name, length, **numbers) for length in (512, 131072) for name in names]
+    _tell({"title": "", "environment": {}}, results)
+    lines = capsys.readouterr().out.splitlines()[3:]
+    assert len(lines) == 1 + len(results) and max(map(len, lines)) <= 80
+    from flashonnx.cli import _figures
+
+    colours = [*_figures._OTHERS, _figures._OURS, _figures._OURS_TOO]
+    assert len(set(colours)) == len(colours) >= len(names), "each has its own"
+
+
 def test_the_operator(flashonnx_command: Command) -> None:
     reports = [argument for kind in ("csv", "json") for argument in ("--report", kind)]
     shape = ("--lengths", "8,16", "--heads", "2", "--size", "8", "--peers", "unfused,ORT Attention")
     said = flashonnx_command("bench", *QUICK, *shape, *reports)
-    assert "batch 1, 2 heads of 8, float32" in said and "memory" in said
+    assert "batch 1, 2 heads of 8, float32" in said and "peak memory" in said
     rows = list(csv.DictReader(Path("attention.bench.csv").read_text().splitlines()))
     assert [row["contender"] for row in rows] == 2 * ["flashonnx", "ORT Attention", "unfused"]
     assert all(row["status"] == "measured" and float(row["median_ms"]) > 0 for row in rows)

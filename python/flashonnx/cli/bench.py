@@ -293,7 +293,7 @@ def _tell(content: dict[str, Any], results: list[Result]) -> None:
         tflops = f"{result.tflops:.3g}" if result.tflops is not None else ""
         peak = units(result.peak_bytes) if result.peak_bytes is not None else ""
         rows.append([result.length, name, f"{result.median_ms:.4g}", spread, f"{ratio:.2f}×", tflops, peak])
-    heads = ["length", "", "ms", "spread", "slower", "TFLOP/s", "memory"]  # 80 columns with all peers
+    heads = ["length", "", "ms", "spread", "slower", "TFLOP/s", "peak memory"]  # 80 columns with all peers
     shown = [i for i in range(len(heads)) if i == 1 or any(str(row[i]) for row in rows)]
     if rows:
         right = [n for n, i in enumerate(shown) if i != 1]
