@@ -144,14 +144,8 @@ def test_gate_is_the_rule_of_the_tests() -> None:
     problem = problems.make(workload, "cpu")
     _, allowed = Gate(problem).check(truth(problem))
     q, k, v = (x.float().numpy() for x in problem.heads_first())
-    attributes = {"is_causal": 0, "q_num_heads": None, "kv_num_heads": None, "left_window_size": -1}
-    attributes |= {
-        "right_window_size": -1,
-        "qkv_layout": "separate",
-        "scale": None,
-        "softcap": 0.0,
-        "empty_row": "zero",
-    }
+    attributes = {"is_causal": 0, "left_window_size": -1, "right_window_size": -1, "softcap": 0.0, "empty_row": "zero"}
+    attributes |= {"q_num_heads": None, "kv_num_heads": None, "qkv_layout": "separate", "scale": None}
     dtype = np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
     naive, _, _ = compare.naive_attention(
         dict(zip("QKV", (x.astype(dtype) for x in (q, k, v)), strict=True)), attributes
