@@ -87,6 +87,7 @@ class Session(Contender):
 
         options = ort.SessionOptions()
         options.log_severity_level = 4
+        ort.set_default_logger_severity(4)  # what fails has a line in the table
         options.intra_op_num_threads = self._threads
         options.add_session_config_entry("session.force_spinning_stop", "1")  # so that nobody's threads are in the way
         providers: list[Any] = ["CPUExecutionProvider"]

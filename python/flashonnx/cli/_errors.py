@@ -51,7 +51,7 @@ def of_onnxruntime(text: str) -> str:
     if found := _ORT_NODE.search(text):
         node = f"{found['op']} '{found['name']}'" if found["name"] else found["op"]
         text = f"{node}: {found['message']}"
-    return " ".join(_ORT_SOURCE.sub(" ", text).split())
+    return " ".join(_ORT_SOURCE.sub(" ", text).partition(" ; GPU=")[0].split())  # behind it: where, once more
 
 
 def open_standard_files() -> None:
