@@ -335,8 +335,9 @@ def test_from_the_command_to_figures(
     assert "| d8-s32-causal |" in shown and "- FA4, 6×: for GPUs" in shown and "- ours / FA2: " in shown
 
     pytest.importorskip("matplotlib")
-    figures = plots.draw(rows, tmp_path)
-    assert [path.name for path in figures] == ["throughput.png", "growth.png"]
+    named = [replace(row, group="models") for row in rows[:4]]
+    figures = plots.draw([*rows, *named], tmp_path)
+    assert [path.name for path in figures] == ["throughput.png", "models.png", "growth.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000 for path in figures)
     assert plots.draw([row for row in rows if row.backend == "FA4"], tmp_path / "none") == []
 
