@@ -120,6 +120,19 @@ def test_inputs_are_named(plain: Path, flashonnx_command: Command) -> None:
     assert told["ok"]
 
 
+def test_paths(plain: Path, flashonnx_command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Letters and signs of any language, onto the file itself; and a folder that takes no files."""
+    plain = plain.rename("Größe ☃ 注意.onnx")
+    said = flashonnx_command("fuse", plain, "-o", plain, "--report", "html")
+    assert "1 of 1 attentions fused" in said and Path("Größe ☃ 注意.report.html").is_file()
+    assert flashonnx_command.json("inspect", plain)["sites"][0]["fused"]
+    assert "The models agree" in flashonnx_command("verify", plain, plain, "--dim", "batch=1", "--dim", "sequence=3")
+    monkeypatch.setattr(os, "access", lambda *_: False)  # a super-user may write everywhere
+    for command in (("fuse", plain, "-o", "x.onnx"), ("unfuse", plain, "-o", "x.onnx"), ("inspect", plain)):
+        said = flashonnx_command(*command, code=0 if command[0] == "inspect" else 2)
+        assert ("cannot write 'x.onnx': nothing can be written to its folder" in said) == (command[0] != "inspect")
+
+
 def test_weights_that_are_missing(plain: Path, flashonnx_command: Command) -> None:
     onnx.save(written_out(), "apart.onnx", save_as_external_data=True, location="gone.data", size_threshold=0)
     Path("gone.data").unlink()

@@ -40,11 +40,14 @@ def check_writable(path: Path) -> None:
     Raises:
         FileNotFoundError: there is no such folder.
         IsADirectoryError: it is a folder itself.
+        PermissionError: its folder takes no new files, of which one is made first and then takes its place.
     """
     if not path.absolute().parent.is_dir():
         raise FileNotFoundError(f"cannot write '{path}': there is no folder '{path.parent}'")
     if path.is_dir():
         raise IsADirectoryError(f"cannot write '{path}': it is a folder")
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise PermissionError(f"cannot write '{path}': nothing can be written to its folder")
 
 
 def write(path: Path, content: str | bytes) -> None:
