@@ -265,3 +265,18 @@ def test_reports(flashonnx_command: Command) -> None:
     assert not any(word in text for word in ("http://", "https://", "<script", "<link"))
     assert growth("t", results()).startswith(b"\x89PNG")
     assert growth("t", [r for r in results() if r.length == 64]).startswith(b"\x89PNG")
+
+
+def test_what_cannot_be_measured_is_said_first(plain: Path, flashonnx_command: Command) -> None:
+    Path("junk.onnx").write_bytes(b"junk")
+    for arguments, said in (
+        ((plain, "missing.onnx"), "no ONNX model at 'missing.onnx'"),
+        ((plain, "junk.onnx"), "'junk.onnx' is not an ONNX model"),
+        (("missing.onnx",), "no ONNX model at 'missing.onnx'"),
+    ):
+        assert said in flashonnx_command("bench", *arguments, *QUICK, code=2)
+    if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
+        said = flashonnx_command("bench", plain, *QUICK, "--device", "cuda", code=2)
+        assert "--device cuda: nothing here can use a GPU" in said
+    said = flashonnx_command("bench", "--size", "600", "--peers", "flashonnx", "--lengths", "8", *QUICK, code=1)
+    assert "flashonnx: no: FlashAttention: kernel cpu does head dimensions up to 512, got 600" in said

@@ -50,7 +50,7 @@ def of_onnxruntime(text: str) -> str:
     text = _ORT_CODE.sub("", text)
     if found := _ORT_NODE.search(text):
         node = f"{found['op']} '{found['name']}'" if found["name"] else found["op"]
-        text = f"{node}: {found['message']}"
+        text = found["message"] if found["message"].startswith(f"{node}: ") else f"{node}: {found['message']}"
     return " ".join(_ORT_SOURCE.sub(" ", text).partition(" ; GPU=")[0].split())  # behind it: where, once more
 
 
