@@ -115,7 +115,20 @@ def export_onnx(
     converted, notes = _by_route(model, convert)
     exported, report = converted if converted is not None else convert()
     _write(exported, target, external_data)
-    return dataclasses.replace(report, notes=(*notes, *report.notes))
+    return dataclasses.replace(report, notes=(*notes, *_training(model), *report.notes))
+
+
+def _training(model: Any) -> list[str]:
+    """What to say of a model of which a part is exported as it trains. torch looks at the outermost module alone."""
+    modules = model.named_modules() if hasattr(model, "named_modules") else ()
+    names = [name or type(module).__name__ for name, module in modules if module.training]
+    if not names:
+        return []
+    more = f" and {len(names) - 1} more modules are" if len(names) > 1 else " is"
+    return [
+        f"'{names[0]}'{more} in training mode: attention is exported without its dropout, but other dropout stays and "
+        "makes results random, and so do averages of batches; call model.eval() before the export"
+    ]
 
 
 def _with_cache(
