@@ -154,6 +154,11 @@ def _with_cache(
     if reason is not None:
         why = reason or f"{type(model).__name__} is none"
         raise CacheExportError(f"export_onnx: kv_cache is for models of transformers: {why}")
+    if model.training:
+        raise CacheExportError(
+            f"export_onnx: kv_cache is for generating, and this {type(model).__name__} is in training mode, in which "
+            "its Dropout would draw at every step: call model.eval() first"
+        )
     module, route, arguments = kv_cache.prepared(model, args, kind, dict(kw.pop("kwargs", None) or {}))
     table = torch_nodes.table() | kv_cache.table() | (kw.pop("custom_translation_table", None) or {})
     kw = {"verbose": False} | kw | arguments | {"dynamo": True, "custom_translation_table": table}
