@@ -15,7 +15,7 @@
 #include <type_traits>
 
 #include "kernels/cache/prepare.h"
-#include "kernels/common/cuda.h"
+#include "kernels/common/overlap.cuh"
 
 namespace flashonnx {
 namespace {
@@ -334,6 +334,9 @@ __device__ void clear_row(const Job& job, int32_t row) {
 
 template <class T, int V>
 __global__ void __launch_bounds__(kBlockThreads) append_kernel(const __grid_constant__ Job job) {
+  // What follows may take its place meanwhile; not before, as the kernel before still has it.
+  wait_for_predecessor();
+  let_dependents_launch();
   const int64_t block = blockIdx.x;
   if (block == job.tokens) {
     if (blockIdx.y == 0) count(job);
@@ -410,6 +413,13 @@ flashonnx_status launch(Job job, cudaStream_t stream) {
   config.gridDim = dim3(static_cast<unsigned>(job.tokens) + 1, std::max(blocks, 1));
   config.blockDim = dim3(kBlockThreads);
   config.stream = stream;
+  cudaLaunchAttribute attribute = overlap_attribute();
+  bool hopper = false, overlaps = false;
+  FLASHONNX_RETURN_IF_ERROR(
+      has_hopper_code(reinterpret_cast<const void*>(append_kernel<T, V>), &hopper));
+  FLASHONNX_RETURN_IF_ERROR(driver_overlaps(&overlaps));
+  config.attrs = &attribute;
+  config.numAttrs = hopper && overlaps && p.device.arch == 90 ? 1 : 0;
   return cuda_status(cudaLaunchKernelEx(&config, append_kernel<T, V>, job), "cache append kernel");
 }
 

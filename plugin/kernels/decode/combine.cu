@@ -53,8 +53,7 @@ flashonnx_status launch_combine(const Problem& problem, const Decode& decode, bo
   bool hopper = false;
   FLASHONNX_RETURN_IF_ERROR(has_hopper_code(reinterpret_cast<const void*>(kernel), &hopper));
   if (hopper && overlap) {
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+    attribute = overlap_attribute();
     config.attrs = &attribute;
     config.numAttrs = 1;
   }

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "kernels/common/finish.cuh"
+#include "kernels/common/overlap.cuh"
 #include "kernels/decode/cluster.cuh"
 #include "kernels/decode/mask.cuh"
 

@@ -226,14 +226,13 @@ flashonnx_status launch(const Params& params, void* workspace, void* stream) {
   grid.adaptable = !params.fixed_split && split.partitions == 1;
   grid.shared_bytes = d.warps * shape.ring_bytes + shape.extra_bytes;
   grid.shared_limit = params.device.shared_memory;
-  // Graphs hold such launches from CUDA 12.3 on. Where it takes long, there is nothing to win.
-  constexpr int kOverlapDriver = 12030;
+  // Where it takes long, there is nothing to win.
   constexpr int64_t kLongBytes = int64_t{512} << 20;
   const int64_t bytes =
       params.batch * params.kv_heads * params.kv_length * (params.head_dim + params.value_dim) * 2;
-  int driver = 0;
-  FLASHONNX_CUDA_CHECK(cudaDriverGetVersion(&driver));
-  grid.overlap = params.device.arch == 90 && driver >= kOverlapDriver && bytes < kLongBytes;
+  bool overlaps = false;
+  FLASHONNX_RETURN_IF_ERROR(driver_overlaps(&overlaps));
+  grid.overlap = params.device.arch == 90 && overlaps && bytes < kLongBytes;
   FLASHONNX_RETURN_IF_ERROR(shape.launch(problem, d, grid, bfloat16, cuda_stream));
   if (split.partitions == 1) return ok();
   return launch_combine(problem, d, bfloat16, grid.overlap, cuda_stream);

@@ -26,8 +26,7 @@ flashonnx_status launch_kernel(const Problem& p, Decode d, const Grid& grid, cud
   attributes[0].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
   attributes[1].val.clusterDim = {1, 1, 1};
-  attributes[2].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[2].val.programmaticStreamSerializationAllowed = 1;
+  attributes[2] = overlap_attribute();
 
   // A cluster has to find room in one part of the device, whose sizes are uneven: one that comes
   // second takes as long again as all that came first.
