@@ -181,6 +181,8 @@ template <class T, class C>
 __global__ void __launch_bounds__(32 * C::kMaxWarps, 1)
     attend(const __grid_constant__ Problem p, const __grid_constant__ Decode d) {
   unsigned char* const memory = sm80::shared_memory();
+  prefetch_parameter(p);
+  prefetch_parameter(d);
   // What does not read memory is done before: see Grid::overlap.
   if (p.key_lengths || d.first_queries || d.first_keys) wait_for_predecessor();
   const Block<T, C> block(p, d);

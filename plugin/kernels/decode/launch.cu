@@ -16,13 +16,13 @@ constexpr int64_t divide_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
 
 // What the choice of a grid knows of a tiling.
 struct Shape {
-  int dim, rows, ring_bytes, extra_bytes;
+  int dim, rows, ring_bytes, extra_bytes, own_bytes;
   flashonnx_status (*launch)(const Problem&, const Decode&, const Grid&, bool, cudaStream_t);
 };
 
 template <class C>
 constexpr Shape shape_of(decltype(Shape::launch) launch) {
-  return {C::kDim, C::kRows, C::kRingBytes, C::kExtraBytes, launch};
+  return {C::kDim, C::kRows, C::kRingBytes, C::kExtraBytes, C::kOwnBytes, launch};
 }
 
 Shape shape_of(const Params& params) {
@@ -99,6 +99,12 @@ Split split_of(const Params& params, const Shape& shape) {
     const int64_t wanted = std::clamp<int64_t>(divide_up(tiles, kFixedTiles), 1, kFixedSplits);
     return largest > 1 ? Split{whole, wanted, 1} : Split{whole, 1, wanted};
   }
+#ifdef SPLIT_WARPS
+  if (units * tiles > 8 * processors) {
+    const int64_t slots = processors * 8 / SPLIT_WARPS;
+    return {SPLIT_WARPS, 1, std::clamp<int64_t>(slots / units, 1, kMaxPartitions)};
+  }
+#endif
   // Little work: what counts is how soon it begins and how quickly results are together.
   if (largest > 1 && units * tiles <= 8 * processors) {
     const int64_t warps = std::min<int64_t>(whole, 4);
@@ -245,15 +251,18 @@ flashonnx_status launch(const Params& params, void* workspace, void* stream) {
   Grid grid = {};
   grid.units = units, grid.cluster = split.cluster, grid.partitions = split.partitions;
   grid.adaptable = !params.fixed_split && split.partitions == 1;
-  grid.shared_bytes = d.warps * shape.ring_bytes + shape.extra_bytes;
+  grid.shared_bytes =
+      d.warps * shape.ring_bytes + (split.cluster > 1 ? shape.extra_bytes : shape.own_bytes);
   grid.shared_limit = params.device.shared_memory;
+  // Lengths in int32 are those that the append kernel wrote, which comes before and is small.
+  grid.room = params.key_lengths.dtype == FLASHONNX_INT32 && params.offset_from_lengths;
   // Where it takes long, there is nothing to win.
   constexpr int64_t kLongBytes = int64_t{512} << 20;
   const int64_t bytes =
       params.batch * params.kv_heads * params.kv_length * (params.head_dim + params.value_dim) * 2;
   bool overlaps = false;
   FLASHONNX_RETURN_IF_ERROR(driver_overlaps(&overlaps));
-  grid.overlap = params.device.arch == 90 && overlaps && bytes < kLongBytes;
+  grid.overlap = params.device.arch == 90 && overlaps && (bytes < kLongBytes || grid.room);
   FLASHONNX_RETURN_IF_ERROR(shape.launch(problem, d, grid, bfloat16, cuda_stream));
   if (split.partitions == 1) return ok();
   return launch_combine(problem, d, bfloat16, grid.overlap, cuda_stream);

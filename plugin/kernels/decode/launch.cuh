@@ -41,8 +41,9 @@ flashonnx_status launch_kernel(const Problem& p, Decode d, const Grid& grid, cud
     FLASHONNX_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&resident, kernel, &config));
     if (resident >= grid.units) break;
   }
-  // Clusters of blocks that have a multiprocessor each find no room beside those that still run.
-  if (hopper && grid.overlap && (size <= 2 || 2 * grid.shared_bytes < grid.shared_limit)) {
+  // Clusters of blocks that have a multiprocessor each find no room beside others of their kind.
+  const bool room = grid.room || size <= 2 || 2 * grid.shared_bytes < grid.shared_limit;
+  if (hopper && grid.overlap && room) {
     if (size == 1) attributes[1] = attributes[2];
     ++config.numAttrs;
   }
