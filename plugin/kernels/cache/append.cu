@@ -208,9 +208,9 @@ template <class T, int V>
 __device__ void copy_heads(const Job& job, const Token& token, int32_t row, int32_t block,
                            const Deal& deal, const flashonnx_tensor& source,
                            const flashonnx_tensor& target, int64_t dim) {
-  const int64_t from = offset_of(job, token, row, 0, source), to = place_of(job, token, target);
+  const int64_t from = offset_of(job, token, row, 0, source);
+  int64_t to = -1;
   const int32_t heads = static_cast<int32_t>(job.given.kv_heads);
-  if (to < 0) return;
   deal_out(
       deal, block, static_cast<int32_t>(dim / V), [&](int32_t part, int32_t first, int32_t step) {
         for (int32_t head = first; head < heads; head += kRows * step) {
@@ -220,6 +220,9 @@ __device__ void copy_heads(const Job& job, const Token& token, int32_t row, int3
             if (head + i * step >= heads) break;
             load<T, V>(source.data, from + (head + i * step) * source.stride[1] + part * V, x[i]);
           }
+          // After the elements were asked for: they do not depend on lengths.
+          if (head == first) to = place_of(job, token, target);
+          if (to < 0) return;
 #pragma unroll
           for (int i = 0; i < kRows; ++i) {
             if (head + i * step >= heads) break;
