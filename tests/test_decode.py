@@ -140,6 +140,15 @@ def test_chosen(library: Library, target: Device) -> None:
         assert _kernel(library, _described(library, target, **left)) != "decode", left
 
 
+def test_keys_that_are_far_apart_are_left(library: Library) -> None:
+    """It counts their places in 32 bits, of 16 bytes each, or of elements where rows are no whole vectors."""
+    keys = 1000
+    for row, taken in ((2**35 // keys, True), (2**35 // keys // 8 * 8 + 8, False), (2**32 // keys + 2, False)):
+        params = _described(library, _DEVICES[2], kv_length=keys)
+        params.k.stride[2] = row // 8 * 8 if taken else row
+        assert (_kernel(library, params) == "decode") == taken, row
+
+
 @pytest.mark.parametrize("target", _DEVICES, ids=lambda d: f"arch{d.arch}")
 def test_workspace_bound_holds(library: Library, target: Device) -> None:
     """No problem needs more than was planned for the largest one: fewer keys heads are split more finely."""
