@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,7 @@ from flashonnx.reference import attention
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the folder is no part of the package
 torch = pytest.importorskip("torch")
 
-from benchmarks import backends, cli, correctness, plots, problems, results, table, timing, workloads  # noqa: E402
+from benchmarks import backends, cli, correctness, long_context, plots, problems, results, table, timing, workloads  # noqa: E402
 from benchmarks.backends.base import Backend, Runner, UnsupportedError  # noqa: E402
 from benchmarks.correctness import Gate, WrongAnswerError  # noqa: E402
 from benchmarks.environment import Ceilings, Environment  # noqa: E402
@@ -29,6 +30,7 @@ TINY = Workload("tiny", "models", "float32", 2, (4, 2), (9, 9), 16, causal=True)
 WINDOWED = replace(TINY, name="windowed", window=3)
 PADDED = Workload("padded", "models", "float32", 2, (2, 2), (5, 12), 8, mask="b11k")
 BIASED = Workload("biased", "models", "float32", 2, (2, 2), (5, 12), 8, mask="11qk", mask_dtype="T")
+STEP = Workload("step", "decode", "float32", 2, (4, 2), (1, 512), 16, cache=True)
 HERE = Environment("2026-01-01T00:00:00Z", "abc", "a device", "1", "a=1")
 CEILINGS = Ceilings(dict.fromkeys(("float32", "float16", "bfloat16"), 1e12), 1e9, "made up")
 SETTINGS = Settings("cpu", budget=0.0)
@@ -286,7 +288,9 @@ def test_ratios_and_shares(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "workload", [TINY, WINDOWED, PADDED, BIASED, replace(BIASED, name="odd", mask="b11k")], ids=lambda w: w.name
+    "workload",
+    [TINY, WINDOWED, PADDED, BIASED, replace(BIASED, name="odd", mask="b11k"), STEP],
+    ids=lambda w: w.name,
 )
 def test_every_backend_here_is_right(workload: Workload) -> None:
     """Each form of model, and PyTorch: no wrong answer, and a time or a reason that we know of."""
@@ -294,7 +298,10 @@ def test_every_backend_here_is_right(workload: Workload) -> None:
     reasons = {b.name: reason for b in chosen if (reason := b.unavailable("cpu"))}
     rows = measure(workload, chosen, SETTINGS, HERE, CEILINGS, reasons)
     not_measured = {row.backend for row in rows if row.status != MEASURED} - set(reasons)
-    expected = {"ORT-MHA"} if workload.causal else {"ORT-GQA"}
+    expected = {"ORT-MHA"} if workload.heads[0] != workload.heads[1] else {"ORT-GQA"}
+    if workload.cache:
+        expected |= {"ORT-paged"}  # for GPUs alone
+        assert {"ours-step", "ours-pages-16", "ORT-ours-pages"} <= {row.backend for row in rows}
     assert not_measured == expected, [row.status for row in rows]
     assert {"ours", "ORT-ours", "ORT-Attention", "ORT-unfused"} <= {row.backend for row in rows}
     assert ("ours-unmasked" in {row.backend for row in rows}) == bool(workload.mask)
@@ -398,3 +405,17 @@ def test_list_measures_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         cli.main(["--device", "cpu", "--only", "nothing"])
     assert "no workload or group is called 'nothing'" in capsys.readouterr().err
+
+
+def test_memory_of_a_long_context(tmp_path: Path) -> None:
+    """Every variant is right, in chunks and in a step; what a plain graph holds is far more."""
+    file = tmp_path / "new" / "context.csv"
+    arguments = ["--device", "cpu", "--contexts", "300", "--chunk", "128", "--page-size", "16", "--output", str(file)]
+    assert long_context.main(arguments) == 0
+    with file.open(encoding="utf-8", newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    assert [(row["variant"], row["phase"]) for row in rows] == [
+        (variant, phase) for variant in ("ours", "ours, pages of 16", "concat") for phase in ("prefill", "decode")
+    ]
+    assert {row["status"] for row in rows} == {MEASURED}
+    assert {float(row["cache_mib"]) for row in rows} == {2 * 300 * 8 * 128 * 2 / 2**20}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.backends.base import UnsupportedError
+from benchmarks.backends.step import paged, shuffled
 from benchmarks.problems import Problem
 
 if TYPE_CHECKING:
@@ -120,25 +121,78 @@ def multi_head_attention(problem: Problem) -> Graph:
 
 
 def group_query_attention(problem: Problem) -> Graph:
-    """com.microsoft GroupQueryAttention on a first prompt: causal, nothing in the cache, which it fills."""
+    """com.microsoft GroupQueryAttention: a first prompt, or a step that appends to a cache of full length.
+
+    A prompt is causal and fills an empty cache. In a step past and present are the same memory, as ONNX Runtime wants
+    for generation.
+    """
     import torch
 
     workload = problem.workload
-    if not workload.causal or problem.mask is not None:
-        raise UnsupportedError("is measured on causal problems without a mask: a prompt")
-    graph = _start(problem)
+    step = workload.cache and workload.lengths[0] == 1
+    if not (workload.causal or step) or problem.mask is not None:
+        raise UnsupportedError("is measured on causal prompts, and steps with a cache, without a mask")
+    last = slice(-1 if step else 0, None)
+    graph = Graph(
+        {name: x[:, last].flatten(2) for name, x in zip("QKV", (problem.q, problem.k, problem.v), strict=True)},
+        {"Y": problem.new_output().flatten(2)},
+    )
     length, device = workload.lengths[1], problem.q.device
+    past = ["", ""]
+    for kind, x in (("key", problem.k), ("value", problem.v)):
+        cache = x.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+        if step:
+            graph.inputs[f"past_{kind}"] = cache
+            past = ["past_key", "past_value"]
+        graph.outputs[f"present_{kind}"] = cache if step else cache.fill_(float("nan"))
     graph.inputs["last"] = torch.full((workload.batch,), length - 1, dtype=torch.int32, device=device)
     graph.inputs["total"] = torch.full((1,), length, dtype=torch.int32)  # on the host, whatever the device
-    for name in ("present_key", "present_value"):
-        shape = (workload.batch, workload.heads[1], length, workload.head_dim)
-        graph.outputs[name] = problem.q.new_full(shape, float("nan"))
     attributes = dict(zip(("num_heads", "kv_num_heads"), workload.heads, strict=True))
     if workload.window:
         attributes["local_window_size"] = workload.window
-    names = [*"QKV", "", "", "last", "total"]
-    graph.node("GroupQueryAttention", names, list(graph.outputs), "com.microsoft", **attributes)
-    graph.note = "writes its cache"
+    names, outputs = [*"QKV", *past, "last", "total"], list(graph.outputs)
+    graph.node("GroupQueryAttention", names, outputs, "com.microsoft", **attributes)
+    graph.note = "appends to its cache" if step else "writes its cache"
+    return graph
+
+
+def paged_attention(problem: Problem) -> Graph:
+    """com.microsoft PagedAttention: a step that appends to pages of 256 slots, shuffled."""
+    import torch
+
+    graph = _paged(problem)
+    batch, (heads, kv_heads) = problem.workload.batch, problem.workload.heads
+    for tensors in (graph.inputs, graph.outputs):  # it takes packed tokens
+        tensors.update({name: x.flatten(0, 1) for name, x in tensors.items() if name in "QKVY"})
+    graph.inputs["sequences"] = torch.arange(batch + 1, dtype=torch.int32, device=problem.q.device)
+    names = (*"QKV", "key_cache", "value_cache", "sequences", "lengths", "table")
+    graph.node("PagedAttention", names, graph.outputs, "com.microsoft", num_heads=heads, kv_num_heads=kv_heads)
+    return graph
+
+
+def flashonnx_pages(problem: Problem) -> Graph:
+    """Our FlashAttentionKVCache on the same pages."""
+    graph = _paged(problem)
+    names = (*"QKV", "key_cache", "value_cache", "lengths", "table")
+    graph.node("FlashAttentionKVCache", names, graph.outputs, "flashonnx", **_heads(problem))
+    return graph
+
+
+def _paged(problem: Problem) -> Graph:
+    """The tensors of a step on pages."""
+    import torch
+
+    workload, size = problem.workload, 256  # ONNX Runtime's pages are multiples of it
+    (queries, keys), device = workload.lengths, problem.q.device
+    if not workload.cache or queries != 1 or problem.mask is not None or keys % size:
+        raise UnsupportedError(f"is measured on steps with a cache of whole pages of {size}")
+    parts = zip("QKV", (problem.q, problem.k, problem.v), strict=True)
+    graph = Graph({name: x[:, -1:].flatten(2) for name, x in parts}, {"Y": problem.new_output().flatten(2)})
+    order, graph.inputs["table"] = shuffled(workload.batch, keys, size, device.type)
+    for kind, x in (("key", problem.k), ("value", problem.v)):
+        graph.inputs[f"{kind}_cache"] = graph.outputs[f"{kind}_cache_out"] = paged(x, size, order)
+    graph.inputs["lengths"] = torch.full((workload.batch,), keys - 1, dtype=torch.int32, device=device)
+    graph.note = "appends to its cache"
     return graph
 
 
@@ -176,8 +230,18 @@ def unfused(problem: Problem) -> Graph:
 
 
 FORMS: dict[str, Callable[[Problem], Graph]] = {
-    form.__name__: form for form in (flashonnx, attention, multi_head_attention, group_query_attention, unfused)
+    form.__name__: form
+    for form in (
+        flashonnx,
+        flashonnx_pages,
+        attention,
+        multi_head_attention,
+        group_query_attention,
+        paged_attention,
+        unfused,
+    )
 }
+STEPS = frozenset({"flashonnx_pages", "paged_attention"})
 
 
 def _start(problem: Problem) -> Graph:

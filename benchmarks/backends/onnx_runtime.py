@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.backends import graphs
 from benchmarks.backends.base import Backend, Runner, UnsupportedError
 from benchmarks.problems import Problem
+from benchmarks.workloads import Workload
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,6 +36,10 @@ class Session(Backend):
         if device == "cuda" and "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
             return f"onnxruntime {onnxruntime.__version__} at hand has no CUDA: pip install onnxruntime-gpu"
         return None
+
+    def concerns(self, workload: Workload) -> bool:
+        """Pages are for steps of generation alone."""
+        return workload.cache or self._form not in graphs.STEPS
 
     def prepare(self, problem: Problem) -> Runner:
         """Makes the session and binds."""
