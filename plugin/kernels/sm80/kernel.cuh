@@ -23,19 +23,13 @@ __device__ __forceinline__ void load_queries(uint32_t queries, int d,
     load_matrices(q[r], L::advance(queries, d) + r * 16 * C::kDim * 2);
 }
 
-// scores = Q K^T of the warp's rows. `queries` and `keys` are the lane's addresses for ldmatrix.
+// scores = begin + Q K^T of the warp's rows. `queries` and `keys` are the lane's addresses for
+// ldmatrix.
 template <class T, class C>
 __device__ __forceinline__ void multiply_keys(uint32_t queries, const QueryFragments<C>& held,
-                                              uint32_t keys, Scores<C>& scores) {
+                                              uint32_t keys, const float (&begin)[C::kRowTiles][4],
+                                              Scores<C>& scores) {
   using L = KeyLayout<C>;
-#pragma unroll
-  for (int r = 0; r < C::kRowTiles; ++r) {
-#pragma unroll
-    for (int n = 0; n < C::kKeyTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) scores.at[r][n][i] = 0.f;
-    }
-  }
 #pragma unroll
   for (int d = 0; d < C::kDimTiles; d += 2) {
     uint32_t loaded[C::kRowTiles][4];
@@ -47,8 +41,14 @@ __device__ __forceinline__ void multiply_keys(uint32_t queries, const QueryFragm
       load_matrices(k, L::advance(keys, d) + 2 * n * C::kDim * 2);
 #pragma unroll
       for (int r = 0; r < C::kRowTiles; ++r) {
-        multiply<T>(scores.at[r][n], q[r], k[0], k[1]);
-        multiply<T>(scores.at[r][n + 1], q[r], k[2], k[3]);
+        float (&first)[4] = scores.at[r][n], (&second)[4] = scores.at[r][n + 1];
+        if (d == 0) {
+          multiply<T>(first, q[r], k[0], k[1], begin[r]);
+          multiply<T>(second, q[r], k[2], k[3], begin[r]);
+        } else {
+          multiply<T>(first, q[r], k[0], k[1], first);
+          multiply<T>(second, q[r], k[2], k[3], second);
+        }
       }
     }
   }
@@ -228,8 +228,8 @@ struct KeyBiases {
 
   __device__ __forceinline__ explicit KeyBiases(const Block<T, C, kInstance>& block)
       : block(block),
-        active(kInstance != kPlain && (block.plan.mask_per_key || block.paged()) &&
-               threadIdx.x < C::kKeys),
+        active(kInstance != kPlain && (kInstance == kKeyMask || block.plan.mask_per_key || block.paged()) &&
+               (C::kKeys == C::kThreads || threadIdx.x < C::kKeys)),
         element(mask_element(block.p, block.plan, block.work.batch, block.work.head, 0,
                              block.last_tile * C::kKeys + static_cast<int>(threadIdx.x))) {}
 
@@ -259,17 +259,21 @@ struct KeyBiases {
   __device__ __forceinline__ void store_slot(int tile) const {
     if (active && block.paged()) block.slots_of(tile)[threadIdx.x] = slot;
   }
-  // Returns whether this thread's bias changes scores.
+  // Returns whether this thread's bias changes scores; of key masks, whether its key is seen.
   __device__ __forceinline__ bool store(int tile) const {
     if (!active) return false;
     const bool absent = slot.page < 0 && slot.slot >= 0;
     const float mask = masks() ? mask_bias(bits, block.p.mask_dtype) : 0.f;
     const float bias = absent ? -INFINITY : mask;
-    of(tile)[threadIdx.x / C::kRun * C::kBiasRun + threadIdx.x % C::kRun] = bias;
-    return bias != 0.f;
+    float* const run = of(tile) + threadIdx.x / C::kRun * C::kBiasRun;
+    run[threadIdx.x % C::kRun] = bias;
+    if constexpr (kInstance != kKeyMask) return bias != 0.f;
+    const float bound = warp_maximum(bias);
+    if (threadIdx.x % C::kRun == 0) run[C::kRun] = bound;
+    return bound != -INFINITY;
   }
   __device__ __forceinline__ float* of(int tile) const {
-    return block.biases + tile % 2 * C::kBiases;
+    return block.biases + (tile & 1) * C::kBiases;
   }
 };
 
@@ -306,9 +310,19 @@ __device__ __forceinline__ void walk(const Block<T, C, kInstance>& block, RowSta
   for (int tile = block.last_tile; tile >= block.first_tile; --tile) {
     const int first_key = tile * C::kKeys;
     const bool more = tile > block.first_tile;
+    const bool bounded = first_key < block.clear_begin || first_key + C::kKeys > block.clear_end;
     copy_wait();  // K is here, and everybody is done with V
     bool general = false;
-    if constexpr (kInstance != kPlain) {
+    if constexpr (kInstance == kKeyMask) {
+      if (!__syncthreads_or(biased)) {  // no query sees a key of it
+        if (more) {
+          biases.read_next(tile);
+          block.load_keys(tile - 1);
+          biased = biases.store(tile - 1);
+        }
+        continue;
+      }
+    } else if constexpr (kInstance != kPlain) {
       general = __syncthreads_or(biased) || plan.all_tiles;
     } else {
       __syncthreads();
@@ -316,12 +330,23 @@ __device__ __forceinline__ void walk(const Block<T, C, kInstance>& block, RowSta
     block.load_values(tile);
     if (kInstance != kPlain && more) {
       biases.read_next(tile);
-      if (p.mask.data && !plan.mask_per_key) {
+      if (kInstance != kKeyMask && p.mask.data && !plan.mask_per_key) {
         prefetch_mask<C>(p, plan, work.batch, work.head, work.first_query, first_key - C::kKeys);
       }
     }
+    bool relative = false;
+    float begin[C::kRowTiles][4] = {};
+    if constexpr (kInstance == kKeyMask && !kCareful) {
+      relative = !bounded && all_near<C>(state);
+      const float inverse = -reciprocal_approximate(plan.factor);
+#pragma unroll
+      for (int r = 0; r < C::kRowTiles; ++r) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) begin[r][i] = relative ? state.maximum[r][i / 2] * inverse : 0.f;
+      }
+    }
     Scores<C> scores;
-    multiply_keys<T, C>(lane_q, queries, lane_k, scores);
+    multiply_keys<T, C>(lane_q, queries, lane_k, begin, scores);
     if (more) biases.store_slot(tile - 1);
     copy_wait();  // V is here, and everybody is done with K
     __syncthreads();
@@ -331,23 +356,32 @@ __device__ __forceinline__ void walk(const Block<T, C, kInstance>& block, RowSta
       __syncthreads();
     }
     float factor = plan.factor;
-    if (general) {
+    if (kInstance != kKeyMask && general) {
       general_scores<T, C, kCareful>(p, plan, block.lane, work.batch, work.head, work.first_query,
                                      first_key, block.range.limit, biases.of(tile), scores);
       if (block.paged() && !plan.mask_per_key)
         add_key_biases<C, kCareful>(block.lane, 1.f, biases.of(tile), scores);
       factor = 1.f;
     }
-    if (first_key < block.clear_begin || first_key + C::kKeys > block.clear_end) {
-      apply_bounds<C>(block.range, block.lane, work.first_query, first_key, scores);
+    if (kInstance == kKeyMask && relative) {
+      const float* const run = biases.of(tile) + block.lane.quad * C::kBiasRun;
+      raise_maxima<C>(scores, factor, run, state);
+      add_values<T, C, true>(scores, factor, run, lane_v, state);
+      if (more) biased = biases.store(tile - 1);
+      continue;
     }
+    if constexpr (kInstance == kKeyMask) {
+      add_key_biases<C, kCareful>(block.lane, factor, biases.of(tile), scores);
+      factor = 1.f;
+    }
+    if (bounded) apply_bounds<C>(block.range, block.lane, work.first_query, first_key, scores);
     raise_maxima<C>(scores, factor, state);
     if constexpr (kCareful) {
       add_nonfinite<T, C>(
           block.lane, scores, factor, block.flags,
           [&](int key) { return block.value_row(tile, key); }, p.value_dim, state);
     }
-    add_values<T, C>(scores, factor, lane_v, state);
+    add_values<T, C, false>(scores, factor, nullptr, lane_v, state);
     if (kInstance != kPlain && more) biased = biases.store(tile - 1);
   }
 }
