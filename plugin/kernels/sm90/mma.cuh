@@ -139,7 +139,7 @@ __device__ __forceinline__ void multiply_values(const uint32_t (&p)[C::kScores /
                                                 float (&output)[C::kOutputs]) {
   const auto product = [&]<int... i>(const uint32_t* a, uint64_t b, gmma::ScaleOut out,
                                      std::integer_sequence<int, i...>) {
-    decltype(register_product<T, C::kDim>())::fma(a[0], a[1], a[2], a[3], b, output[i]..., out);
+    decltype(register_product<T, C::kValueDim>())::fma(a[0], a[1], a[2], a[3], b, output[i]..., out);
   };
   fence_registers(output);
   begin_products();
