@@ -43,7 +43,7 @@ struct Tiling {
   static constexpr int kBiases = 4 * kBiasRun;
   static constexpr int kQueryBytes = kQueries * kDim * 2;
   static constexpr int kKeyBytes = kKeys * kDim * 2;
-  static constexpr int kSharedBytes = kQueryBytes + 2 * kKeyBytes + 2 * kBiases * 4;
+  static constexpr int kSharedBytes = kQueryBytes + 2 * kKeyBytes + 2 * kBiases * 4 + kRun * 4;
 
   // Of ragged batches and pages also: careful.cuh's flags, the slot of each key of two tiles (see
   // gather.cuh), and which queries the block has.

@@ -228,8 +228,8 @@ struct KeyBiases {
 
   __device__ __forceinline__ explicit KeyBiases(const Block<T, C, kInstance>& block)
       : block(block),
-        active(kInstance != kPlain && (kInstance == kKeyMask || block.plan.mask_per_key || block.paged()) &&
-               (C::kKeys == C::kThreads || threadIdx.x < C::kKeys)),
+        active(kInstance != kPlain && (block.plan.mask_per_key || block.paged()) &&
+               threadIdx.x < C::kKeys),
         element(mask_element(block.p, block.plan, block.work.batch, block.work.head, 0,
                              block.last_tile * C::kKeys + static_cast<int>(threadIdx.x))) {}
 
@@ -259,23 +259,119 @@ struct KeyBiases {
   __device__ __forceinline__ void store_slot(int tile) const {
     if (active && block.paged()) block.slots_of(tile)[threadIdx.x] = slot;
   }
-  // Returns whether this thread's bias changes scores; of key masks, whether its key is seen.
+  // Returns whether this thread's bias changes scores.
   __device__ __forceinline__ bool store(int tile) const {
     if (!active) return false;
     const bool absent = slot.page < 0 && slot.slot >= 0;
     const float mask = masks() ? mask_bias(bits, block.p.mask_dtype) : 0.f;
     const float bias = absent ? -INFINITY : mask;
-    float* const run = of(tile) + threadIdx.x / C::kRun * C::kBiasRun;
-    run[threadIdx.x % C::kRun] = bias;
-    if constexpr (kInstance != kKeyMask) return bias != 0.f;
-    const float bound = warp_maximum(bias);
-    if (threadIdx.x % C::kRun == 0) run[C::kRun] = bound;
-    return bound != -INFINITY;
+    of(tile)[threadIdx.x / C::kRun * C::kBiasRun + threadIdx.x % C::kRun] = bias;
+    return bias != 0.f;
   }
   __device__ __forceinline__ float* of(int tile) const {
     return block.biases + (tile & 1) * C::kBiases;
   }
 };
+
+// As well for kKeyMask, and a bound of each run's biases behind them. Every thread reads a mask's
+// element, two of them the same where there are fewer keys, so that warps stay together.
+template <class T, class C>
+struct BoundedBiases {
+  const Block<T, C, kKeyMask>& block;
+  const int place = threadIdx.x % C::kKeys;
+  const char* element;
+  uint32_t bits;
+
+  // Of the last tile.
+  __device__ __forceinline__ explicit BoundedBiases(const Block<T, C, kKeyMask>& block)
+      : block(block),
+        element(mask_element(block.p, block.plan, block.work.batch, block.work.head, 0,
+                             block.last_tile * C::kKeys + place)) {
+    static_assert(C::kThreads % C::kKeys == 0 && C::kKeys % 32 == 0);
+    const bool inside = block.last_tile * C::kKeys + place < block.range.limit;
+    bits = inside ? mask_bits(element, block.plan.mask_bytes) : 0;
+    if (threadIdx.x < C::kRun) zeros()[threadIdx.x] = 0.f;
+  }
+  __device__ __forceinline__ void read_next() {
+    element -= C::kKeys * block.plan.mask_step;
+    bits = mask_bits(element, block.plan.mask_bytes);
+  }
+  __device__ __forceinline__ void store(int tile) const {
+    float* const run = of(tile) + place / C::kRun * C::kBiasRun;
+    const float bias = mask_bias(bits, block.p.mask_dtype), bound = warp_maximum(bias);
+    if (C::kKeys == C::kThreads || threadIdx.x < C::kKeys) {
+      run[place % C::kRun] = bias;
+      if (place % C::kRun == 0) run[C::kRun] = bound;
+    }
+  }
+  __device__ __forceinline__ float* of(int tile) const {
+    return block.biases + (tile & 1) * C::kBiases;
+  }
+  // As a run without biases.
+  __device__ __forceinline__ float* zeros() const { return block.biases + 2 * C::kBiases; }
+};
+
+// Scores, softmax and P V over all tiles, last to first, under a mask that does not depend on the
+// query. Scores begin with minus the row's maximum, so that the exponent's one addition is left for
+// the bias; maxima are raised by bounds of scores and biases. Both cost nothing in a tile.
+template <class T, class C>
+__device__ __forceinline__ void walk_masked(const Block<T, C, kKeyMask>& block,
+                                            RowState<C>& state) {
+  const Plan& plan = block.plan;
+  BoundedBiases<T, C> biases(block);
+  clear<C>(state);
+  if (block.first_tile <= block.last_tile) {
+    block.load_keys(block.last_tile);
+    biases.store(block.last_tile);
+  } else {
+    copy_wait();  // Q has to arrive before its place is used again
+    __syncthreads();
+  }
+  const uint32_t lane_q = block.lane_q(), lane_k = block.lane_k(), lane_v = block.lane_v();
+#pragma unroll 1
+  for (int tile = block.last_tile; tile >= block.first_tile; --tile) {
+    const int first_key = tile * C::kKeys;
+    const bool more = tile > block.first_tile;
+    copy_wait();  // K is here, and everybody is done with V
+    __syncthreads();
+    const float* run = biases.of(tile) + block.lane.quad * C::kBiasRun;
+    if (more) biases.read_next();
+    if (__all_sync(0xffffffffu, run[C::kRun] == -INFINITY)) {  // no query sees a key of the tile
+      if (more) {
+        block.load_keys(tile - 1);
+        biases.store(tile - 1);
+      }
+      continue;
+    }
+    block.load_values(tile);
+    const bool relative = all_near<C>(state);
+    const float inverse = -reciprocal_approximate(plan.factor);
+    float begin[C::kRowTiles][4];
+#pragma unroll
+    for (int r = 0; r < C::kRowTiles; ++r) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) begin[r][i] = relative ? state.maximum[r][i / 2] * inverse : 0.f;
+    }
+    Scores<C> scores;
+    multiply_keys<T, C>(lane_q, {}, lane_k, begin, scores);
+    copy_wait();  // V is here, and everybody is done with K
+    __syncthreads();
+    if (more) block.load_keys(tile - 1);
+    if (first_key < block.clear_begin || first_key + C::kKeys > block.clear_end)
+      apply_bounds<C>(block.range, block.lane, block.work.first_query, first_key, scores);
+    float factor = plan.factor;
+    if (relative) {
+      raise_maxima<C>(scores, factor, run, state);
+    } else {
+      add_key_biases<C, false>(block.lane, factor, biases.of(tile), scores);
+      raise_maxima<C>(scores, 1.f, state);
+      subtract_maxima<C>(state, scores);
+      factor = 1.f, run = biases.zeros();
+    }
+    if (more) biases.store(tile - 1);
+    add_values<T, C, true>(scores, factor, run, lane_v, state);
+  }
+}
 
 // Scores, softmax and P V over all tiles, last to first.
 template <class T, class C, Instance kInstance, bool kCareful>
@@ -310,19 +406,9 @@ __device__ __forceinline__ void walk(const Block<T, C, kInstance>& block, RowSta
   for (int tile = block.last_tile; tile >= block.first_tile; --tile) {
     const int first_key = tile * C::kKeys;
     const bool more = tile > block.first_tile;
-    const bool bounded = first_key < block.clear_begin || first_key + C::kKeys > block.clear_end;
     copy_wait();  // K is here, and everybody is done with V
     bool general = false;
-    if constexpr (kInstance == kKeyMask) {
-      if (!__syncthreads_or(biased)) {  // no query sees a key of it
-        if (more) {
-          biases.read_next(tile);
-          block.load_keys(tile - 1);
-          biased = biases.store(tile - 1);
-        }
-        continue;
-      }
-    } else if constexpr (kInstance != kPlain) {
+    if constexpr (kInstance != kPlain) {
       general = __syncthreads_or(biased) || plan.all_tiles;
     } else {
       __syncthreads();
@@ -330,23 +416,12 @@ __device__ __forceinline__ void walk(const Block<T, C, kInstance>& block, RowSta
     block.load_values(tile);
     if (kInstance != kPlain && more) {
       biases.read_next(tile);
-      if (kInstance != kKeyMask && p.mask.data && !plan.mask_per_key) {
+      if (p.mask.data && !plan.mask_per_key) {
         prefetch_mask<C>(p, plan, work.batch, work.head, work.first_query, first_key - C::kKeys);
       }
     }
-    bool relative = false;
-    float begin[C::kRowTiles][4] = {};
-    if constexpr (kInstance == kKeyMask && !kCareful) {
-      relative = !bounded && all_near<C>(state);
-      const float inverse = -reciprocal_approximate(plan.factor);
-#pragma unroll
-      for (int r = 0; r < C::kRowTiles; ++r) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) begin[r][i] = relative ? state.maximum[r][i / 2] * inverse : 0.f;
-      }
-    }
     Scores<C> scores;
-    multiply_keys<T, C>(lane_q, queries, lane_k, begin, scores);
+    multiply_keys<T, C>(lane_q, queries, lane_k, {}, scores);
     if (more) biases.store_slot(tile - 1);
     copy_wait();  // V is here, and everybody is done with K
     __syncthreads();
@@ -356,25 +431,16 @@ __device__ __forceinline__ void walk(const Block<T, C, kInstance>& block, RowSta
       __syncthreads();
     }
     float factor = plan.factor;
-    if (kInstance != kKeyMask && general) {
+    if (general) {
       general_scores<T, C, kCareful>(p, plan, block.lane, work.batch, work.head, work.first_query,
                                      first_key, block.range.limit, biases.of(tile), scores);
       if (block.paged() && !plan.mask_per_key)
         add_key_biases<C, kCareful>(block.lane, 1.f, biases.of(tile), scores);
       factor = 1.f;
     }
-    if (kInstance == kKeyMask && relative) {
-      const float* const run = biases.of(tile) + block.lane.quad * C::kBiasRun;
-      raise_maxima<C>(scores, factor, run, state);
-      add_values<T, C, true>(scores, factor, run, lane_v, state);
-      if (more) biased = biases.store(tile - 1);
-      continue;
+    if (first_key < block.clear_begin || first_key + C::kKeys > block.clear_end) {
+      apply_bounds<C>(block.range, block.lane, work.first_query, first_key, scores);
     }
-    if constexpr (kInstance == kKeyMask) {
-      add_key_biases<C, kCareful>(block.lane, factor, biases.of(tile), scores);
-      factor = 1.f;
-    }
-    if (bounded) apply_bounds<C>(block.range, block.lane, work.first_query, first_key, scores);
     raise_maxima<C>(scores, factor, state);
     if constexpr (kCareful) {
       add_nonfinite<T, C>(
@@ -403,7 +469,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
       kInstance == kGathered ? reinterpret_cast<Place*>(memory + C::kPlace) : nullptr;
   if (kInstance == kGathered && !take_place<C>(p, plan, place)) return;
   RowState<C> state;
-  walk<T, C, kInstance, false>(Block<T, C, kInstance>(p, plan, memory, place), state);
+  if constexpr (kInstance == kKeyMask) {
+    walk_masked<T, C>(Block<T, C, kInstance>(p, plan, memory, place), state);
+  } else {
+    walk<T, C, kInstance, false>(Block<T, C, kInstance>(p, plan, memory, place), state);
+  }
   const bool may_be_masked =
       p.mask.data || p.left >= 0 || p.right >= 0 || (kInstance == kGathered && p.pages.table);
   if (may_be_masked && __syncthreads_or(holds_nan<C>(state))) {

@@ -112,6 +112,18 @@ __device__ __forceinline__ float reciprocal_approximate(float x) {
   return y;
 }
 
+template <class C>
+__device__ __forceinline__ void subtract_maxima(const RowState<C>& state, Scores<C>& scores) {
+#pragma unroll
+  for (int r = 0; r < C::kRowTiles; ++r) {
+#pragma unroll
+    for (int n = 0; n < C::kKeyTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores.at[r][n][i] -= state.maximum[r][i / 2];
+    }
+  }
+}
+
 // Whether products can begin with the rows' maxima instead of 0 without losing more than the last
 // bits.
 template <class C>
