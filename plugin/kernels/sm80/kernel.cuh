@@ -335,15 +335,14 @@ __device__ __forceinline__ void walk_masked(const Block<T, C, kKeyMask>& block,
     copy_wait();  // K is here, and everybody is done with V
     __syncthreads();
     const float* run = biases.of(tile) + block.lane.quad * C::kBiasRun;
+    const float bound = run[C::kRun];
+    block.load_values(tile);
     if (more) biases.read_next();
-    if (__all_sync(0xffffffffu, run[C::kRun] == -INFINITY)) {  // no query sees a key of the tile
-      if (more) {
-        block.load_keys(tile - 1);
-        biases.store(tile - 1);
-      }
+    if (__all_sync(0xffffffffu, bound == -INFINITY)) {  // no query sees a key of the tile
+      if (more) block.load_keys(tile - 1);
+      biases.store(tile - 1);
       continue;
     }
-    block.load_values(tile);
     const bool relative = all_near<C>(state);
     const float inverse = -reciprocal_approximate(plan.factor);
     float begin[C::kRowTiles][4];
@@ -368,7 +367,7 @@ __device__ __forceinline__ void walk_masked(const Block<T, C, kKeyMask>& block,
       subtract_maxima<C>(state, scores);
       factor = 1.f, run = biases.zeros();
     }
-    if (more) biases.store(tile - 1);
+    biases.store(tile - 1);  // of the tile before the first: to where nobody looks
     add_values<T, C, true>(scores, factor, run, lane_v, state);
   }
 }
@@ -432,8 +431,12 @@ __device__ __forceinline__ void walk(const Block<T, C, kInstance>& block, RowSta
     }
     float factor = plan.factor;
     if (general) {
-      general_scores<T, C, kCareful>(p, plan, block.lane, work.batch, work.head, work.first_query,
-                                     first_key, block.range.limit, biases.of(tile), scores);
+      if constexpr (kInstance == kKeyMask) {
+        add_key_biases<C, kCareful>(block.lane, factor, biases.of(tile), scores);
+      } else {
+        general_scores<T, C, kCareful>(p, plan, block.lane, work.batch, work.head, work.first_query,
+                                       first_key, block.range.limit, biases.of(tile), scores);
+      }
       if (block.paged() && !plan.mask_per_key)
         add_key_biases<C, kCareful>(block.lane, 1.f, biases.of(tile), scores);
       factor = 1.f;

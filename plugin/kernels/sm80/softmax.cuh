@@ -53,7 +53,8 @@ __device__ __forceinline__ void clear(RowState<C>& state) {
   }
 }
 
-// Over the lanes of the warp, as a float that is not less: its bits are ordered as a signed integer.
+// Over the lanes of the warp, as a float that is not less: its bits are ordered as a signed
+// integer.
 __device__ __forceinline__ float warp_maximum(float x) {
   const int bits = __float_as_int(x);
   const int greatest = __reduce_max_sync(0xffffffffu, bits ^ (bits >> 31 & 0x7fffffff));
@@ -147,8 +148,7 @@ __device__ __forceinline__ void raise_maxima(Scores<C>& scores, float factor, co
 #pragma unroll
   for (int r = 0; r < C::kRowTiles; ++r) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
-      asks |= fmaf(top_score<C>(scores, r, h), factor, bound) > kSlack;
+    for (int h = 0; h < 2; ++h) asks |= fmaf(top_score<C>(scores, r, h), factor, bound) > kSlack;
   }
   if (!__any_sync(0xffffffffu, asks)) return;
   float top[C::kRowTiles][2], before[C::kRowTiles][2];
