@@ -359,12 +359,9 @@ __device__ __forceinline__ void walk_masked(const Block<T, C, kKeyMask>& block,
     if (first_key < block.clear_begin || first_key + C::kKeys > block.clear_end)
       apply_bounds<C>(block.range, block.lane, block.work.first_query, first_key, scores);
     float factor = plan.factor;
-    if (relative) {
-      raise_maxima<C>(scores, factor, run, state);
-    } else {
+    if (!relative || may_exceed<C>(scores, factor, run[C::kRun])) {
       add_key_biases<C, false>(block.lane, factor, biases.of(tile), scores);
-      raise_maxima<C>(scores, 1.f, state);
-      subtract_maxima<C>(state, scores);
+      take_maxima<C>(relative, scores, state);
       factor = 1.f, run = biases.zeros();
     }
     biases.store(tile - 1);  // of the tile before the first: to where nobody looks

@@ -113,18 +113,6 @@ __device__ __forceinline__ float reciprocal_approximate(float x) {
   return y;
 }
 
-template <class C>
-__device__ __forceinline__ void subtract_maxima(const RowState<C>& state, Scores<C>& scores) {
-#pragma unroll
-  for (int r = 0; r < C::kRowTiles; ++r) {
-#pragma unroll
-    for (int n = 0; n < C::kKeyTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) scores.at[r][n][i] -= state.maximum[r][i / 2];
-    }
-  }
-}
-
 // Whether products can begin with the rows' maxima instead of 0 without losing more than the last
 // bits.
 template <class C>
@@ -137,31 +125,29 @@ __device__ __forceinline__ bool all_near(const RowState<C>& state) {
   return __all_sync(0xffffffffu, near);
 }
 
-// As well, of scores from which the maximum has been taken already, and which go without `biases`,
-// those of the lane's run and a bound of them: the greatest score and the bound ask, which costs no
-// pass over the scores.
+// Of scores from which the maxima have been taken already, whether one may exceed them too far with
+// its bias, of which `bound` is the lane's greatest. It costs no pass over the scores.
 template <class C>
-__device__ __forceinline__ void raise_maxima(Scores<C>& scores, float factor, const float* biases,
-                                             RowState<C>& state) {
-  const float bound = biases[C::kRun];
-  bool asks = false;
+__device__ __forceinline__ bool may_exceed(const Scores<C>& scores, float factor, float bound) {
+  bool exceeds = false;
 #pragma unroll
   for (int r = 0; r < C::kRowTiles; ++r) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) asks |= fmaf(top_score<C>(scores, r, h), factor, bound) > kSlack;
+    for (int h = 0; h < 2; ++h) exceeds |= fmaf(top_score<C>(scores, r, h), factor, bound) > kSlack;
   }
-  if (!__any_sync(0xffffffffu, asks)) return;
-  float top[C::kRowTiles][2], before[C::kRowTiles][2];
+  return __any_sync(0xffffffffu, exceeds);
+}
+
+// Raises the maxima, and takes them from the scores; `relative`: those before have been taken.
+template <class C>
+__device__ __forceinline__ void take_maxima(bool relative, Scores<C>& scores, RowState<C>& state) {
+  float before[C::kRowTiles][2], top[C::kRowTiles][2];
 #pragma unroll
   for (int r = 0; r < C::kRowTiles; ++r) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float x = -INFINITY;
-#pragma unroll
-      for (int i = 0; i < C::kRun; ++i)
-        x = fmaxf(x, fmaf(scores.at[r][i / 2][2 * h + i % 2], factor, biases[i]));
-      before[r][h] = state.maximum[r][h];
-      top[r][h] = before[r][h] + x;
+      before[r][h] = relative ? state.maximum[r][h] : 0.f;
+      top[r][h] = before[r][h] + top_score<C>(scores, r, h);
     }
   }
   raise<C>(top, state);
@@ -169,9 +155,9 @@ __device__ __forceinline__ void raise_maxima(Scores<C>& scores, float factor, co
   for (int r = 0; r < C::kRowTiles; ++r) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float less = __fdividef(before[r][h] - state.maximum[r][h], factor);
+      const float difference = before[r][h] - state.maximum[r][h];
 #pragma unroll
-      for (int i = 0; i < C::kRun; ++i) scores.at[r][i / 2][2 * h + i % 2] += less;
+      for (int i = 0; i < C::kRun; ++i) scores.at[r][i / 2][2 * h + i % 2] += difference;
     }
   }
 }
