@@ -312,8 +312,10 @@ struct BoundedBiases {
 };
 
 // Scores, softmax and P V over all tiles, last to first, under a mask that does not depend on the
-// query. Scores begin with minus the row's maximum, so that the exponent's one addition is left for
-// the bias; maxima are raised by bounds of scores and biases. Both cost nothing in a tile.
+// query. Products begin with minus the row's maximum instead of 0, which leaves the addition in the
+// exponent for the bias; and a bound of the biases, known for each run, tells whether a maximum may
+// have to be raised. So a tile makes as many passes over its scores as without a mask. Where that
+// does not do, maxima are far from 0 or may have to be raised, biases are added beforehand.
 template <class T, class C>
 __device__ __forceinline__ void walk_masked(const Block<T, C, kKeyMask>& block,
                                             RowState<C>& state) {
@@ -367,6 +369,7 @@ __device__ __forceinline__ void walk_masked(const Block<T, C, kKeyMask>& block,
     biases.store(tile - 1);  // of the tile before the first: to where nobody looks
     add_values<T, C, true>(scores, factor, run, lane_v, state);
   }
+  copy_wait();  // for values of a hidden tile, before their place is used for something else
 }
 
 // Scores, softmax and P V over all tiles, last to first.

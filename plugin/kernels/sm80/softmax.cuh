@@ -113,11 +113,11 @@ __device__ __forceinline__ float reciprocal_approximate(float x) {
   return y;
 }
 
-// Whether products can begin with the rows' maxima instead of 0 without losing more than the last
-// bits.
+// Whether products can begin with the rows' maxima instead of 0: sums then have these maxima's last
+// bits, as such scores have them anyway.
 template <class C>
 __device__ __forceinline__ bool all_near(const RowState<C>& state) {
-  constexpr float kNear = 128.f;
+  constexpr float kNear = 512.f;
   bool near = true;
 #pragma unroll
   for (int r = 0; r < C::kRowTiles; ++r)
