@@ -80,7 +80,7 @@ __device__ __forceinline__ void walk_masked(const Block<T, C, kKeyMask>& block,
       biases.store(tile - 1);
       continue;
     }
-    const bool relative = all_near<C>(state);
+    const bool relative = all_near<C>(state, bound);
     const float inverse = -reciprocal_approximate(plan.factor);
     float begin[C::kRowTiles][4];
 #pragma unroll
@@ -96,9 +96,12 @@ __device__ __forceinline__ void walk_masked(const Block<T, C, kKeyMask>& block,
     if (first_key < block.clear_begin || first_key + C::kKeys > block.clear_end)
       apply_bounds<C>(block.range, block.lane, block.work.first_query, first_key, scores);
     float factor = plan.factor;
-    if (!relative || may_exceed<C>(scores, factor, run[C::kRun])) {
+    if (relative) {
+      raise_taken<C>(scores, factor, run, state);
+    } else {
       add_key_biases<C, false>(block.lane, factor, biases.of(tile), scores);
-      take_maxima<C>(relative, scores, state);
+      raise_maxima<C>(scores, 1.f, state);
+      take_maxima<C>(state, scores);
       factor = 1.f, run = biases.zeros();
     }
     biases.store(tile - 1);  // of the tile before the first: to where nobody looks

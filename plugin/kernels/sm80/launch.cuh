@@ -40,7 +40,7 @@ flashonnx_status launch_tiling(const Problem& p, const Plan& plan, bool bfloat16
     if constexpr (gathered_dim(C::kDim) == C::kDim) {
       if (p.ragged.queries || p.pages.table) return launch_kernel<T, C, kGathered>(p, plan, stream);
     }
-    if constexpr (C::kDim == 64 || C::kDim == 128) {
+    if constexpr (C::kDim == 64) {
       // The kernel also divides by the factor.
       const bool divides = plan.factor > 1e-18f && plan.factor < 1e18f;
       if (plan.mask_per_key && !plan.all_tiles && divides)

@@ -114,40 +114,43 @@ __device__ __forceinline__ float reciprocal_approximate(float x) {
 }
 
 // Whether products can begin with the rows' maxima instead of 0: sums then have these maxima's last
-// bits, as such scores have them anyway.
+// bits, as scores of their size have them anyway. Biases, of which `bound` is the greatest of the
+// lane's run, may not raise them out of there.
 template <class C>
-__device__ __forceinline__ bool all_near(const RowState<C>& state) {
-  constexpr float kNear = 512.f;
-  bool near = true;
+__device__ __forceinline__ bool all_near(const RowState<C>& state, float bound) {
+  constexpr float kNear = 128.f;
+  bool near = bound <= kNear;
 #pragma unroll
   for (int r = 0; r < C::kRowTiles; ++r)
     near &= fabsf(state.maximum[r][0]) <= kNear && fabsf(state.maximum[r][1]) <= kNear;
   return __all_sync(0xffffffffu, near);
 }
 
-// Of scores from which the maxima have been taken already, whether one may exceed them too far with
-// its bias, of which `bound` is the lane's greatest. It costs no pass over the scores.
+// As raise_maxima, of scores from which the maxima have been taken already, and which go without
+// `biases`, those of the lane's run and a bound of them: the greatest score and the bound ask,
+// which costs no pass over the scores.
 template <class C>
-__device__ __forceinline__ bool may_exceed(const Scores<C>& scores, float factor, float bound) {
-  bool exceeds = false;
+__device__ __forceinline__ void raise_taken(Scores<C>& scores, float factor, const float* biases,
+                                            RowState<C>& state) {
+  const float bound = biases[C::kRun];
+  bool asks = false;
 #pragma unroll
   for (int r = 0; r < C::kRowTiles; ++r) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) exceeds |= fmaf(top_score<C>(scores, r, h), factor, bound) > kSlack;
+    for (int h = 0; h < 2; ++h) asks |= fmaf(top_score<C>(scores, r, h), factor, bound) > kSlack;
   }
-  return __any_sync(0xffffffffu, exceeds);
-}
-
-// Raises the maxima, and takes them from the scores; `relative`: those before have been taken.
-template <class C>
-__device__ __forceinline__ void take_maxima(bool relative, Scores<C>& scores, RowState<C>& state) {
-  float before[C::kRowTiles][2], top[C::kRowTiles][2];
+  if (!__any_sync(0xffffffffu, asks)) return;
+  float top[C::kRowTiles][2], before[C::kRowTiles][2];
 #pragma unroll
   for (int r = 0; r < C::kRowTiles; ++r) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      before[r][h] = relative ? state.maximum[r][h] : 0.f;
-      top[r][h] = before[r][h] + top_score<C>(scores, r, h);
+      float x = -INFINITY;
+#pragma unroll
+      for (int i = 0; i < C::kRun; ++i)
+        x = fmaxf(x, fmaf(scores.at[r][i / 2][2 * h + i % 2], factor, biases[i]));
+      before[r][h] = state.maximum[r][h];
+      top[r][h] = before[r][h] + x;
     }
   }
   raise<C>(top, state);
@@ -155,9 +158,21 @@ __device__ __forceinline__ void take_maxima(bool relative, Scores<C>& scores, Ro
   for (int r = 0; r < C::kRowTiles; ++r) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float difference = before[r][h] - state.maximum[r][h];
+      const float less = __fdividef(before[r][h] - state.maximum[r][h], factor);
 #pragma unroll
-      for (int i = 0; i < C::kRun; ++i) scores.at[r][i / 2][2 * h + i % 2] += difference;
+      for (int i = 0; i < C::kRun; ++i) scores.at[r][i / 2][2 * h + i % 2] += less;
+    }
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void take_maxima(const RowState<C>& state, Scores<C>& scores) {
+#pragma unroll
+  for (int r = 0; r < C::kRowTiles; ++r) {
+#pragma unroll
+    for (int n = 0; n < C::kKeyTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores.at[r][n][i] -= state.maximum[r][i / 2];
     }
   }
 }
