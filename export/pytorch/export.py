@@ -115,7 +115,20 @@ def export_onnx(
     converted, notes = _by_route(model, convert)
     exported, report = converted if converted is not None else convert()
     _write(exported, target, external_data)
-    return dataclasses.replace(report, notes=(*notes, *report.notes))
+    return dataclasses.replace(report, notes=(*notes, *_training(model), *report.notes))
+
+
+def _training(model: Any) -> list[str]:
+    """What to say of a model of which a part is exported as it trains. torch looks at the outermost module alone."""
+    modules = model.named_modules() if hasattr(model, "named_modules") else ()
+    names = [name or type(module).__name__ for name, module in modules if module.training]
+    if not names:
+        return []
+    more = f" and {len(names) - 1} more modules are" if len(names) > 1 else " is"
+    return [
+        f"'{names[0]}'{more} in training mode: attention is exported without its dropout, but other dropout stays and "
+        "makes results random, and so do averages of batches; call model.eval() before the export"
+    ]
 
 
 def _with_cache(
@@ -141,6 +154,11 @@ def _with_cache(
     if reason is not None:
         why = reason or f"{type(model).__name__} is none"
         raise CacheExportError(f"export_onnx: kv_cache is for models of transformers: {why}")
+    if model.training:
+        raise CacheExportError(
+            f"export_onnx: kv_cache is for generating, and this {type(model).__name__} is in training mode, in which "
+            "its Dropout would draw at every step: call model.eval() first"
+        )
     module, route, arguments = kv_cache.prepared(model, args, kind, dict(kw.pop("kwargs", None) or {}))
     table = torch_nodes.table() | kv_cache.table() | (kw.pop("custom_translation_table", None) or {})
     kw = {"verbose": False} | kw | arguments | {"dynamo": True, "custom_translation_table": table}
