@@ -130,12 +130,15 @@ def test_chosen(library: Library, target: Device) -> None:
     for taken in (
         {"kv_length": 1024}, {"kv_length": 128, "batch": 300}, {"q_length": 4, "kv_length": 500},
         {"q_heads": 71, "kv_heads": 1, "kv_length": 300}, {"kv_length": 500, "head_dim": 256},
+        {"q_heads": 32, "kv_heads": 8, "q_length": 48, "kv_length": 4096},
     ):  # fmt: skip
         assert _kernel(library, _described(library, target, **taken)) == "decode", taken
     for left in (
         {"kv_length": 20},
         {"q_length": 128, "kv_length": 500},
-        {"q_length": 8, "q_heads": 32, "kv_length": 500},
+        {"q_length": 65, "kv_length": 5000},
+        {"q_heads": 32, "kv_heads": 8, "q_length": 48, "kv_length": 4096, "fixed_split": 1},
+        {"batch": 8, "q_heads": 32, "kv_heads": 8, "q_length": 64, "kv_length": 4096},
     ):
         assert _kernel(library, _described(library, target, **left)) != "decode", left
 
