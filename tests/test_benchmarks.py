@@ -27,6 +27,7 @@ from benchmarks.results import MEASURED, Row  # noqa: E402
 from benchmarks.workloads import Workload  # noqa: E402
 
 TINY = Workload("tiny", "models", "float32", 2, (4, 2), (9, 9), 16, causal=True)
+WINDOWED = replace(TINY, name="windowed", window=3)
 PADDED = Workload("padded", "models", "float32", 2, (2, 2), (5, 12), 8, mask="b11k")
 BIASED = Workload("biased", "models", "float32", 2, (2, 2), (5, 12), 8, mask="11qk", mask_dtype="T")
 STEP = Workload("step", "decode", "float32", 2, (4, 2), (1, 512), 16, cache=True)
@@ -61,7 +62,8 @@ def truth(problem: Problem) -> Any:
     """By the reference of the operator, which the benchmarks do not use."""
     q, k, v = (x.double().numpy() for x in problem.heads_first())
     mask = None if problem.mask is None else problem.mask.numpy()
-    y = attention(q, k, v, mask, is_causal=problem.workload.causal)[0]
+    causal, left = problem.workload.causal, problem.workload.window - 1
+    y = attention(q, k, v, mask, is_causal=causal, left_window_size=left)[0]
     return torch.from_numpy(np.ascontiguousarray(y.swapaxes(1, 2))).to(problem.q.dtype)
 
 
@@ -82,6 +84,10 @@ def test_work_is_counted_by_hand() -> None:
     assert replace(full, mask="11qk", mask_dtype="T").bytes - full.bytes == 2048 * 2048 * 2
     assert replace(PADDED, mask_dtype="T").bytes - replace(PADDED, mask="").bytes == 2 * 12 * 4
     assert PADDED.score_bytes == 2 * 2 * 5 * 12 * 4
+    # 8192 queries of a window of 1024: 8192 * 1024 pairs without the triangle before the first window is full.
+    band = replace(full, batch=1, lengths=(8192, 8192), causal=True, window=1024)
+    assert band.flops == 4 * 16 * (8192 * 1024 - 1024 * 1024 // 2) * 128
+    assert replace(band, window=8192).flops == replace(band, window=0).flops
 
 
 def test_ceiling_is_the_longer_of_arithmetic_and_memory() -> None:
@@ -105,6 +111,7 @@ def test_the_24_cells() -> None:
     every = [*workloads.for_device("cuda"), *workloads.for_device("cpu")]
     assert len({w.name for w in workloads.for_device("cuda")}) == len(workloads.for_device("cuda"))
     assert all(not w.causal or w.lengths[0] == w.lengths[1] for w in every)  # flops counts half of a square
+    assert all(w.causal and not w.mask for w in every if w.window)
 
 
 def test_selection() -> None:
@@ -119,7 +126,7 @@ def test_selection() -> None:
         backends.select(backends.every(), "theirs")
 
 
-@pytest.mark.parametrize("workload", [TINY, PADDED, BIASED, replace(TINY, name="tiny16", dtype="float16")])
+@pytest.mark.parametrize("workload", [TINY, WINDOWED, PADDED, BIASED, replace(TINY, name="tiny16", dtype="float16")])
 def test_gate_knows_the_right_answer(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problems.make(workload, "cpu")
     answer = truth(problem)
@@ -139,14 +146,8 @@ def test_gate_is_the_rule_of_the_tests() -> None:
     problem = problems.make(workload, "cpu")
     _, allowed = Gate(problem).check(truth(problem))
     q, k, v = (x.float().numpy() for x in problem.heads_first())
-    attributes = {"is_causal": 0, "q_num_heads": None, "kv_num_heads": None, "left_window_size": -1}
-    attributes |= {
-        "right_window_size": -1,
-        "qkv_layout": "separate",
-        "scale": None,
-        "softcap": 0.0,
-        "empty_row": "zero",
-    }
+    attributes = {"is_causal": 0, "left_window_size": -1, "right_window_size": -1, "softcap": 0.0, "empty_row": "zero"}
+    attributes |= {"q_num_heads": None, "kv_num_heads": None, "qkv_layout": "separate", "scale": None}
     dtype = np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
     naive, _, _ = compare.naive_attention(
         dict(zip("QKV", (x.astype(dtype) for x in (q, k, v)), strict=True)), attributes
@@ -287,7 +288,9 @@ def test_ratios_and_shares(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "workload", [TINY, PADDED, BIASED, replace(BIASED, name="odd", mask="b11k"), STEP], ids=lambda w: w.name
+    "workload",
+    [TINY, WINDOWED, PADDED, BIASED, replace(BIASED, name="odd", mask="b11k"), STEP],
+    ids=lambda w: w.name,
 )
 def test_every_backend_here_is_right(workload: Workload) -> None:
     """Each form of model, and PyTorch: no wrong answer, and a time or a reason that we know of."""
@@ -339,8 +342,9 @@ def test_from_the_command_to_figures(
     assert "| d8-s32-causal |" in shown and "- FA4, 6×: for GPUs" in shown and "- ours / FA2: " in shown
 
     pytest.importorskip("matplotlib")
-    figures = plots.draw(rows, tmp_path)
-    assert [path.name for path in figures] == ["throughput.png", "growth.png"]
+    named = [replace(row, group="models") for row in rows[:4]]
+    figures = plots.draw([*rows, *named], tmp_path)
+    assert [path.name for path in figures] == ["throughput.png", "models.png", "growth.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000 for path in figures)
     assert plots.draw([row for row in rows if row.backend == "FA4"], tmp_path / "none") == []
 

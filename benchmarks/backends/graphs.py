@@ -72,13 +72,24 @@ def flashonnx(problem: Problem) -> Graph:
     if problem.mask is not None:
         graph.inputs["mask"] = problem.mask
         names.append("mask")
+    if problem.workload.window:
+        heads["left_window_size"] = problem.workload.window - 1
     graph.node("FlashAttention", names, ["Y"], "flashonnx", is_causal=int(problem.workload.causal), **heads)
     return graph
 
 
 def attention(problem: Problem) -> Graph:
-    """ONNX's Attention. Its queries must not be broadcast in a mask, so such a mask is given written out."""
+    """ONNX's Attention. Its queries must not be broadcast in a mask, so such a mask is given written out.
+
+    Windows come with opset 25: here they are masks.
+    """
     graph, heads = _start(problem), _heads(problem)
+    if problem.workload.window:
+        hidden = problem.hidden()
+        assert hidden is not None and problem.mask is None
+        graph.inputs["mask"], graph.note = ~hidden[None, None], "its window is a mask"
+        graph.node("Attention", [*"QKV", "mask"], ["Y"], **heads)
+        return graph
     names = [*"QKV"]
     if problem.mask is not None:
         names.append(_expanded_mask(problem, graph))
@@ -93,6 +104,8 @@ def multi_head_attention(problem: Problem) -> Graph:
     workload = problem.workload
     if workload.heads[0] != workload.heads[1]:
         raise UnsupportedError("has as many key heads as query heads")
+    if workload.window:
+        raise UnsupportedError("has no windows")
     graph = _start(problem)
     names = [*"QKV"]
     if workload.mask == "b11k" and workload.mask_dtype == "bool" and problem.mask is not None:
@@ -134,9 +147,11 @@ def group_query_attention(problem: Problem) -> Graph:
         graph.outputs[f"present_{kind}"] = cache if step else cache.fill_(float("nan"))
     graph.inputs["last"] = torch.full((workload.batch,), length - 1, dtype=torch.int32, device=device)
     graph.inputs["total"] = torch.full((1,), length, dtype=torch.int32)  # on the host, whatever the device
-    heads, kv_heads = workload.heads
+    attributes = dict(zip(("num_heads", "kv_num_heads"), workload.heads, strict=True))
+    if workload.window:
+        attributes["local_window_size"] = workload.window
     names, outputs = [*"QKV", *past, "last", "total"], list(graph.outputs)
-    graph.node("GroupQueryAttention", names, outputs, "com.microsoft", num_heads=heads, kv_num_heads=kv_heads)
+    graph.node("GroupQueryAttention", names, outputs, "com.microsoft", **attributes)
     graph.note = "appends to its cache" if step else "writes its cache"
     return graph
 
@@ -183,7 +198,6 @@ def _paged(problem: Problem) -> Graph:
 
 def unfused(problem: Problem) -> Graph:
     """MatMul, Softmax, MatMul as exporters write them, from and to (B, S, H*D), with a causal mask of Sq by Sk."""
-    import torch
     from onnx import TensorProto
 
     workload = problem.workload
@@ -203,9 +217,9 @@ def unfused(problem: Problem) -> Graph:
     graph.constant("scale", dtype, [1 / math.sqrt(dim)], ())
     graph.node("Mul", ["products", "scale"], ["scores"])
     scores = "scores"
-    if workload.causal:
-        seen = torch.ones(workload.lengths, dtype=torch.bool, device=problem.q.device).tril()
-        scores = _hide(graph, scores, "triangle", seen, dtype)
+    hidden = problem.hidden()
+    if hidden is not None:
+        scores = _hide(graph, scores, "triangle", ~hidden, dtype)
     if problem.mask is not None:
         scores = _hide(graph, scores, "mask", problem.mask, dtype)
     graph.node("Softmax", [scores], ["weights"], axis=-1)
