@@ -14,12 +14,12 @@ struct Maps {
 };
 
 // Copies a tile of kRows rows, box by box.
-template <class C, int kRows>
+template <class C, int kRows, int kBoxes>
 __device__ __forceinline__ void copy_tile(uint32_t shared, const CUtensorMap* map, uint32_t barrier,
                                           int row, int head, int batch) {
-  barrier_arrive_expecting(barrier, kRows * C::kDim * 2);
+  barrier_arrive_expecting(barrier, kRows * kBoxes * C::kBoxRow);
 #pragma unroll
-  for (int box = 0; box < C::kBoxes; ++box) {
+  for (int box = 0; box < kBoxes; ++box) {
     copy_box(shared + box * kRows * C::kBoxRow, map, barrier, box * C::kBox, row, head, batch);
   }
 }
@@ -51,8 +51,9 @@ __device__ __forceinline__ void produce(const Problem& p, const Plan& plan,
   const auto copy_due_values = [&] {
     if (values_tile < 0) return;
     barrier_wait(shared.v_free(values.stage), values.round ^ 1);
-    copy_tile<C, C::kKeys>(shared.v(values.stage), &maps.v, shared.v_full(values.stage),
-                           values_tile * C::kKeys, values_of.kv_head, values_of.batch);
+    copy_tile<C, C::kKeys, C::kValueBoxes>(shared.v(values.stage), &maps.v,
+                                           shared.v_full(values.stage), values_tile * C::kKeys,
+                                           values_of.kv_head, values_of.batch);
     values.advance();
     values_tile = -1;
   };
@@ -61,17 +62,16 @@ __device__ __forceinline__ void produce(const Problem& p, const Plan& plan,
     *shared.item(queries.stage) = {work, span};
     const uint32_t full = shared.q_full(queries.stage);
     if (work.batch >= 0) {
-      copy_tile<C, C::kQueries>(shared.q(queries.stage), &maps.q, full, work.first_query, work.head,
-                                work.batch);
+      copy_tile<C, C::kQueries, C::kBoxes>(shared.q(queries.stage), &maps.q, full, work.first_query,
+                                           work.head, work.batch);
     } else {
       barrier_arrive(full);
     }
     queries.advance();
   };
-  const int rounds = schedule.rounds(gridDim.x);
-  for (int round = 0; round < rounds; ++round) {
+  for (int turn = 0; turn < schedule.turns; ++turn) {
     Work work;
-    if (!schedule.work(round, blockIdx.x, gridDim.x, C::kQueries, &work)) continue;
+    if (!schedule.work(turn, blockIdx.x, gridDim.x, C::kQueries, &work)) continue;
     const Span span = span_of<C>(p, work);
     // With one place for queries, the next ones wait until there is nothing left to do with these.
     if (C::kQueryStages == 1) copy_due_values();
@@ -84,8 +84,8 @@ __device__ __forceinline__ void produce(const Problem& p, const Plan& plan,
                        work, tile * C::kKeys);
         }
       }
-      copy_tile<C, C::kKeys>(shared.k(keys.stage), &maps.k, shared.k_full(keys.stage),
-                             tile * C::kKeys, work.kv_head, work.batch);
+      copy_tile<C, C::kKeys, C::kBoxes>(shared.k(keys.stage), &maps.k, shared.k_full(keys.stage),
+                                        tile * C::kKeys, work.kv_head, work.batch);
       keys.advance();
       if (tile == span.last_tile) hand_out(work, span);
       copy_due_values();
@@ -103,10 +103,9 @@ __device__ __forceinline__ void produce_biases(const Problem& p, const Plan& pla
   constexpr int kPerLane = (C::kKeys + 31) / 32;
   const int lane = threadIdx.x % 32;
   Ring<C::kStages> ring;
-  const int rounds = schedule.rounds(gridDim.x);
-  for (int round = 0; round < rounds; ++round) {
+  for (int turn = 0; turn < schedule.turns; ++turn) {
     Work work;
-    if (!schedule.work(round, blockIdx.x, gridDim.x, C::kQueries, &work)) continue;
+    if (!schedule.work(turn, blockIdx.x, gridDim.x, C::kQueries, &work)) continue;
     const Span span = span_of<C>(p, work);
     const char* const row = mask_element(p, plan, work.batch, work.head, 0, 0);
     for (int tile = span.last_tile; tile >= span.first_tile; --tile) {
@@ -144,10 +143,9 @@ __device__ __forceinline__ void produce_biases(const Problem& p, const Plan& pla
 template <class T, class C>
 __device__ __forceinline__ void store_empty_tiles(const Problem& p, const Schedule& schedule) {
   const int lane = threadIdx.x % 32;
-  const int rounds = schedule.rounds(gridDim.x);
-  for (int round = 0; round < rounds; ++round) {
+  for (int turn = 0; turn < schedule.turns; ++turn) {
     Work work;
-    if (!schedule.work(round, blockIdx.x, gridDim.x, C::kQueries, &work)) continue;
+    if (!schedule.work(turn, blockIdx.x, gridDim.x, C::kQueries, &work)) continue;
     const Span span = span_of<C>(p, work);
     if (span.first_tile <= span.last_tile) continue;
     float output[C::kDim / 32] = {};
