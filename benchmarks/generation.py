@@ -36,7 +36,9 @@ def prepare(folder: Path, half: bool, capacity: int) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     _, model = run.load()
-    model = model.half() if half else model
+    if half:  # not model.half(), which rounds rotary embeddings' frequencies, too
+        for parameter in model.parameters():
+            parameter.data = parameter.data.half()
     for kind in ("static", "paged"):
         flashonnx.export_onnx(model, (), folder / f"{kind}.onnx", kv_cache=kind)
     (folder / "gqa.onnx").write_bytes(ways.with_group_query(folder / "static.onnx", capacity))

@@ -27,7 +27,10 @@ _PAST, _PRESENT = "past_key_values.", "present."
 _POSITIONS = "flashonnx:max_positions"  # export_onnx notes in the model how many it has
 _EAGER, _GRAPH = "-1", "1"  # ONNX Runtime's gpu_graph_id: no graph, and ours
 _MUCH = 8 << 20  # bytes of logits
-_NO_BFLOAT16 = "Generator: logits and caches are expected to be float32 or float16, got bfloat16: export model.half()"
+_NO_BFLOAT16 = (
+    "Generator: logits and caches are expected to be float32 or float16, got bfloat16: load the model with "
+    "dtype=torch.float16"
+)
 
 
 class Decoder:
