@@ -131,7 +131,7 @@ class Consumer {
         step<Look::kBounds>(tile, scores, p, output, state);
         continue;
       }
-      if (!C::kGeneral && plan_.mask_per_key) {
+      if (C::kGeneral ? query_biases() : plan_.mask_per_key) {
         for (int i = 0; i < plain; ++i) step<Look::kBiases>(tile, scores, p, output, state);
       } else {
         for (int i = 0; i < plain; ++i) step<Look::kNone>(tile, scores, p, output, state);
@@ -141,7 +141,8 @@ class Consumer {
     settle_stores();
   }
 
-  // What a step has to look at: bounds and biases, biases alone, neither.
+  // What a step has to look at: everything; a mask's biases alone, of keys or, in the general
+  // kernel, of Q's type with a row per query; no bounds, and in the plain kernel no mask either.
   enum class Look { kBounds, kBiases, kNone };
 
   // One tile of keys: its Q K^T beside P V of the tile before, then its softmax.
@@ -208,10 +209,10 @@ class Consumer {
     }
   }
 
-  __device__ __forceinline__ static RowState in_powers_of_2(RowState state) {
+  __device__ __forceinline__ RowState in_powers_of_2(RowState state) const {
 #pragma unroll
     for (int h = 0; C::kGeneral && h < 2; ++h)
-      state.maximum[h] = fmaxf(2.f * state.maximum[h], -FLT_MAX);
+      state.maximum[h] = fmaxf(unit() * state.maximum[h], -FLT_MAX);
     return state;
   }
 
@@ -235,8 +236,8 @@ class Consumer {
   __device__ __forceinline__ Raise weigh(int tile, float (&scores)[C::kScores], RowState& state) {
     float factor = plan_.factor;
     if constexpr (C::kGeneral) {
-      generalise(scores);
-      factor = 1.f;
+      factor = kLook == Look::kBiases ? kLog2e : unit();
+      generalise<kLook>(scores);
     } else if (kLook != Look::kNone && plan_.mask_per_key && *shared_.biased(keys_.stage)) {
       add_key_biases<C>(lane_, factor, 1.f, shared_.biases(keys_.stage), scores);
       factor = 1.f;
@@ -255,30 +256,43 @@ class Consumer {
     }
     const Raise raise = raise_maxima<C>(scores, factor, state);
     if constexpr (C::kGeneral) {
-      exponentiate_fours<C>(scores, state);
+      exponentiate_general<C>(factor, scores, state);
     } else {
       exponentiate<C>(factor, scores, state);
     }
     return raise;
   }
 
-  // Scale, soft cap and mask: scores in powers of 4.
+  // Of the general kernel: whether products stay as they are, as there is nothing to add to them.
+  __device__ __forceinline__ bool bare_products() const {
+    const bool biases = p_.mask.data && (plan_.mask_per_key || plan_.mask_bytes != 1);
+    return !biases && !(p_.softcap > 0.f) && p_.scale > 0.f;
+  }
+  // What its scores are multiplied by to be powers of 2.
+  __device__ __forceinline__ float unit() const { return bare_products() ? plan_.factor : kLog2e; }
+  // Whether a mask of Q's type with a row per query is all that it has to see to.
+  __device__ __forceinline__ bool query_biases() const {
+    return p_.mask.data && !plan_.mask_per_key && plan_.mask_bytes != 1 && !(p_.softcap > 0.f);
+  }
+
+  // Scale, soft cap and mask.
+  template <Look kLook>
   __device__ __forceinline__ void generalise(float (&scores)[C::kScores]) {
-    float factor = plan_.factor / 2;
-    if (p_.softcap > 0.f) {
-      cap_scores<C>(plan_, scores);
-      factor = 1.f;
-    }
     const uint32_t tile = shared_.mask(keys_.stage);
+    if constexpr (kLook == Look::kBiases) return add_biases<T, C>(lane_, p_.scale, tile, scores);
+    const bool capped = p_.softcap > 0.f;
+    if (capped) cap_scores<C>(plan_.cap_in, p_.softcap, scores);
+    const float scale = capped ? 1.f : p_.scale;
     if (plan_.mask_per_key) {
-      add_key_biases<C>(lane_, factor, .5f, shared_.biases(keys_.stage), scores);
-    } else if (!p_.mask.data) {
-#pragma unroll
-      for (int i = 0; i < C::kScores; ++i) scores[i] *= factor;
-    } else if (plan_.mask_bytes == 1) {
-      select_by_bytes<C>(lane_, factor, tile, scores);
+      add_key_biases<C>(lane_, scale, kLn2, shared_.biases(keys_.stage), scores);
+    } else if (p_.mask.data && plan_.mask_bytes != 1) {
+      add_biases<T, C>(lane_, scale, tile, scores);
     } else {
-      add_biases<T, C>(lane_, factor, tile, scores);
+      if (!(scale > 0.f)) {
+#pragma unroll
+        for (int i = 0; i < C::kScores; ++i) scores[i] *= scale;
+      }
+      if (p_.mask.data) select_by_bytes<C>(lane_, tile, scores);
     }
   }
 

@@ -10,6 +10,12 @@
 
 namespace flashonnx::sm90 {
 
+// A number whose multiples and sums the compiler is not to keep in registers from tile to tile.
+__device__ __forceinline__ int forgotten(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // scores = factor * scores + weight * bias of each key.
 template <class C>
 __device__ __forceinline__ void add_key_biases(const Lane& lane, float factor, float weight,
@@ -26,13 +32,12 @@ __device__ __forceinline__ void add_key_biases(const Lane& lane, float factor, f
   }
 }
 
-// The soft cap: scores in powers of 4.
+// The soft cap.
 template <class C>
-__device__ __forceinline__ void cap_scores(const Plan& plan, float (&scores)[C::kScores]) {
-  const float cap_out = plan.cap_out / 2;
+__device__ __forceinline__ void cap_scores(float cap_in, float cap, float (&scores)[C::kScores]) {
 #pragma unroll
   for (int i = 0; i < C::kScores; ++i) {
-    scores[i] = cap_out * tanh_approximate(plan.cap_in * scores[i]);
+    scores[i] = cap * tanh_approximate(cap_in * scores[i]);
     // One after the other: side by side they would want more registers than there are.
     if (i % 8 == 7) fence_registers(scores);
   }
@@ -48,47 +53,46 @@ __device__ __forceinline__ float2 unpack(uint32_t pair) {
   }
 }
 
-// scores = factor * scores + mask, in powers of 4, from the warp's rows of a tile in shared memory:
-// boxes of 64 keys of Q's type with swizzled rows of 128 bytes.
+// scores = scale * scores + mask, from the warp's rows of a tile in shared memory: boxes of 64 keys
+// of Q's type with swizzled rows of 128 bytes.
 template <class T, class C>
-__device__ __forceinline__ void add_biases(const Lane& lane, float factor, uint32_t tile,
+__device__ __forceinline__ void add_biases(const Lane& lane, float scale, uint32_t tile,
                                            float (&scores)[C::kScores]) {
-  const int row = lane.group * 64 + lane.warp * 16 + lane.lane % 16;
+  const int row = forgotten(lane.group * 64 + lane.warp * 16 + lane.lane % 16);
+  const uint32_t first = tile + row * 128 + (lane.lane / 16 ^ row % 8) * 16;
 #pragma unroll
   for (int n = 0; n < C::kScores / 4; n += 2) {
-    const int chunk = (n % 8 + lane.lane / 16) ^ row % 8;
     uint32_t x[4];
-    load_matrices(x, tile + n / 8 * C::kQueries * 128 + row * 128 + chunk * 16);
+    load_matrices(x, (first ^ n % 8 * 16) + n / 8 * C::kQueries * 128);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float* const score = scores + 4 * (n + i / 2) + 2 * (i % 2);
       const float2 bias = unpack<T>(x[i]);
-      score[0] = fmaf(score[0], factor, bias.x * (kLog2e / 2));
-      score[1] = fmaf(score[1], factor, bias.y * (kLog2e / 2));
+      score[0] = fmaf(score[0], scale, bias.x);
+      score[1] = fmaf(score[1], scale, bias.y);
     }
   }
 }
 
-// As well where a mask of bytes is not 0, else -infinity: one box, with swizzled rows of kKeys
-// bytes.
+// -infinity where a mask of bytes is 0: one box, with swizzled rows of kKeys bytes.
 template <class C>
-__device__ __forceinline__ void select_by_bytes(const Lane& lane, float factor, uint32_t tile,
+__device__ __forceinline__ void select_by_bytes(const Lane& lane, uint32_t tile,
                                                 float (&scores)[C::kScores]) {
   constexpr int kChunks = C::kKeys / 16;
   static_assert(kChunks == 8 || kChunks == 4);
-  const int row = lane.first_row();
+  const int row = forgotten(lane.first_row());
   const int swizzle = kChunks == 8 ? row % 8 : row / 2 % 4;
+  const uint32_t first = tile + row * C::kKeys + swizzle * 16 + 2 * lane.quad;
 #pragma unroll
   for (int n = 0; n < C::kScores / 4; ++n) {
-    const uint32_t at =
-        tile + row * C::kKeys + ((n / 2) ^ swizzle) * 16 + n % 2 * 8 + 2 * lane.quad;
+    const uint32_t at = (first ^ n / 2 * 16) + n % 2 * 8;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       uint16_t pair;
       asm volatile("ld.shared.u16 %0, [%1];" : "=h"(pair) : "r"(at + h * 8 * C::kKeys));
       float* const score = scores + 4 * n + 2 * h;
-      score[0] = (pair & 0xff) != 0 ? score[0] * factor : -INFINITY;
-      score[1] = (pair & 0xff00) != 0 ? score[1] * factor : -INFINITY;
+      score[0] = (pair & 0xff) != 0 ? score[0] : -INFINITY;
+      score[1] = (pair & 0xff00) != 0 ? score[1] : -INFINITY;
     }
   }
 }
@@ -99,7 +103,7 @@ __device__ __forceinline__ void apply_bounds(const KeyRange& range, const Lane& 
                                              float (&scores)[C::kScores]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int query = first_query + lane.first_row() + 8 * h;
+    const int query = forgotten(first_query + lane.first_row()) + 8 * h;
     const int lower = range.lower(query);
     const unsigned seen = max(range.upper(query) - lower, 0);
     const int first = first_key + 2 * lane.quad - lower;
