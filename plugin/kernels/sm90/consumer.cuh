@@ -92,8 +92,11 @@ class Consumer {
     const int end = span.range.upper(min(first_query + 63, p_.q_length - 1));
     const bool skips = span.last_tile > span.first_tile &&
                        (end <= span.last_tile * C::kKeys || first_query >= p_.q_length);
-    last_tile_ = span.last_tile - skips;
+    last_tile_ = span.last_tile;
     if (!skips) return;
+    --last_tile_;
+    if (plan_.mask_per_key)
+      last_tile_ = last_visible(item().marks.visible, last_tile_, span.first_tile);
     barrier_wait(shared_.k_full(keys_.stage), keys_.round);
     release(shared_.k_free(keys_.stage));
     keys_.advance();
@@ -109,41 +112,77 @@ class Consumer {
 
   // Starts Q K^T of the last tile of keys.
   __device__ __forceinline__ void begin_scores(float (&scores)[C::kScores]) {
-    const Descriptor q = described_queries(), k = described_keys();
+    const Descriptor q = described_queries(), k = described_keys(), biases = described_biases();
     barrier_wait(shared_.k_full(keys_.stage), keys_.round);
-    multiply_keys<T, C>(q, k, scores);
+    multiply_keys_by<Look::kBounds>(q, k, biases, scores);
   }
+
+  // What a step has to look at: everything; a mask's biases alone, of keys (as a product where that
+  // can be) or, in the general kernel, of Q's type with a row per query; no bounds, and in the
+  // plain kernel no mask either.
+  enum class Look { kBounds, kBiases, kNone };
 
   // From P of the last tile of keys to P of the first one. Its product with V is left to do.
   __device__ __forceinline__ void walk(float (&scores)[C::kScores], uint32_t (&p)[C::kScores / 2],
                                        float (&output)[C::kOutputs], RowState& state) {
-    const Span& span = item().span;
-    // Plain tiles, and the values of the tiles after them, need no look at bounds. Never the first
-    // tile of the walk: what is left over from the tile of queries before ends there.
-    const int first_query = item().work.first_query + lane_.group * 64;
-    const int last_query = min(first_query + 63, p_.q_length - 1);
-    const int plain_begin = (span.range.lower(last_query) + C::kKeys - 1) / C::kKeys;
-    const int plain_end = min(span.range.upper(first_query) / C::kKeys, last_tile_) - 1;
-    const int first_tile = span.first_tile;
-    for (int tile = last_tile_ - 1; tile >= first_tile; --tile) {
-      const int plain = tile < plain_end ? tile - max(plain_begin, first_tile) + 1 : 0;
-      if (plain <= 0) {
-        step<Look::kBounds>(tile, scores, p, output, state);
-        continue;
-      }
-      if (C::kGeneral ? query_biases() : plan_.mask_per_key) {
-        for (int i = 0; i < plain; ++i) step<Look::kBiases>(tile, scores, p, output, state);
+    int tile = last_tile_ - 1;
+    while (tile >= item().span.first_tile) {
+      Look look;
+      const int end = next_run(tile, look);
+      if (look == Look::kBounds) {
+        for (; tile > end; --tile) step<Look::kBounds>(tile, scores, p, output, state);
+      } else if (look == Look::kBiases) {
+        for (; tile > end; --tile) step<Look::kBiases>(tile, scores, p, output, state);
       } else {
-        for (int i = 0; i < plain; ++i) step<Look::kNone>(tile, scores, p, output, state);
+        for (; tile > end; --tile) step<Look::kNone>(tile, scores, p, output, state);
       }
-      tile -= plain - 1;
     }
     settle_stores();
   }
 
-  // What a step has to look at: everything; a mask's biases alone, of keys or, in the general
-  // kernel, of Q's type with a row per query; no bounds, and in the plain kernel no mask either.
-  enum class Look { kBounds, kBiases, kNone };
+  // Goes on to the next tile that is not hidden. The tiles from there on, down to the one before
+  // that which is returned, need the same look. Where that is not at bounds, neither need the
+  // values of the tiles after them; so never the first tile of the walk: what is left over from the
+  // tile of queries before ends there. All of it is found anew each time: a walk has no registers
+  // to keep it in.
+  __device__ __forceinline__ int next_run(int& tile, Look& look) const {
+    const Item& at = item();
+    const int first_query = at.work.first_query + lane_.group * 64;
+    const int last_query = min(first_query + 63, p_.q_length - 1);
+    const int begin = (at.span.range.lower(last_query) + C::kKeys - 1) / C::kKeys;
+    const int end = min(at.span.range.upper(first_query) / C::kKeys, last_tile_) - 1;
+    bool bounded = tile >= end || tile < begin;
+    int run = tile - max(begin, at.span.first_tile) + 1;
+    look = C::kGeneral && query_biases() ? Look::kBiases : Look::kNone;
+    if (plan_.mask_per_key) {
+      const int after = tile;
+      tile = last_visible(at.marks.visible, tile, at.span.first_tile);
+      bool biased;
+      run = min(run, visible_run(at.marks, tile, &biased));
+      bounded |= tile != after;
+      if (biased && !C::kGeneral) {
+        look = Look::kBiases;
+        bounded |= C::kBiasProducts && !biases_by_product<T, C>(p_);
+      }
+    }
+    if (!bounded) return tile - run;
+    look = Look::kBounds;
+    return tile - 1;
+  }
+
+  // Starts Q K^T, with the biases of keys if they are a product.
+  template <Look kLook>
+  __device__ __forceinline__ void multiply_keys_by(const Descriptor& q, const Descriptor& k,
+                                                   const Descriptor& biases,
+                                                   float (&scores)[C::kScores]) {
+    if constexpr (C::kBiasProducts && kLook != Look::kNone) {
+      const Descriptor ones = described_by_8_features(shared_.ones(), 0);
+      if (kLook == Look::kBiases ||
+          (plan_.mask_per_key && *shared_.biased(keys_.stage) == Biased::kByProduct))
+        return multiply_keys<T, C, true>(q, k, scores, ones, biases);
+    }
+    multiply_keys<T, C>(q, k, scores);
+  }
 
   // One tile of keys: its Q K^T beside P V of the tile before, then its softmax.
   template <Look kLook>
@@ -151,20 +190,27 @@ class Consumer {
                                        uint32_t (&p)[C::kScores / 2], float (&output)[C::kOutputs],
                                        RowState& state) {
     const Descriptor q = described_queries(), k = described_keys(), v = described_values();
+    const Descriptor biases = described_biases();
     barrier_wait(shared_.k_full(keys_.stage), keys_.round);
     begin_turn();
-    multiply_keys<T, C>(q, k, scores);
+    multiply_keys_by<kLook>(q, k, biases, scores);
+    bool first = false;
     if constexpr (kLook == Look::kBounds) {
-      wait_for_values(item().span, tile + 1);
+      const int before =
+          plan_.mask_per_key ? first_visible(item().marks.visible, tile + 1, last_tile_) : tile + 1;
+      wait_for_values(item().span, before);
+      first = before == last_tile_;
     } else {
       barrier_wait(shared_.v_full(values_.stage), values_.round);
     }
-    multiply_values<T, C>(p, v, kLook == Look::kBounds && tile + 1 == last_tile_, output);
+    multiply_values<T, C>(p, v, first, output);
     end_turn();
     if constexpr (kLook == Look::kBounds) settle_stores();
+    uint32_t pairs[C::kScores / 2];
+    read_early<kLook>(pairs);
     wait_products<1>();
     fence_registers(scores);
-    const Raise raise = weigh<kLook>(tile, scores, state);
+    const Raise raise = weigh<kLook>(tile, pairs, scores, state);
     hold(scores, state);
     wait_products<0>();
     fence_registers(output);
@@ -210,9 +256,13 @@ class Consumer {
   }
 
   __device__ __forceinline__ RowState in_powers_of_2(RowState state) const {
+    // A row at the biases' bound was filled with the most negative numbers.
+    const float lowest = C::kBiasProducts ? kLowest * plan_.factor * .999f : -FLT_MAX;
 #pragma unroll
-    for (int h = 0; C::kGeneral && h < 2; ++h)
-      state.maximum[h] = fmaxf(unit() * state.maximum[h], -FLT_MAX);
+    for (int h = 0; h < 2; ++h) {
+      if constexpr (C::kGeneral) state.maximum[h] *= unit();
+      if (state.maximum[h] <= lowest) state.maximum[h] = -FLT_MAX;
+    }
     return state;
   }
 
@@ -227,18 +277,22 @@ class Consumer {
   // Scores of the last tile of keys, the first that is met.
   __device__ __forceinline__ RowState weigh_first(float (&scores)[C::kScores]) {
     RowState state = {{-FLT_MAX, -FLT_MAX}, {0.f, 0.f}};
-    weigh(last_tile_, scores, state);
+    uint32_t pairs[C::kScores / 2];
+    read_early<Look::kBounds>(pairs);
+    weigh<Look::kBounds>(last_tile_, pairs, scores, state);
     return state;
   }
 
   // From scores to P, in place. Lets go of the tile of K.
-  template <Look kLook = Look::kBounds>
-  __device__ __forceinline__ Raise weigh(int tile, float (&scores)[C::kScores], RowState& state) {
+  template <Look kLook>
+  __device__ __forceinline__ Raise weigh(int tile, const uint32_t (&pairs)[C::kScores / 2],
+                                         float (&scores)[C::kScores], RowState& state) {
     float factor = plan_.factor;
     if constexpr (C::kGeneral) {
       factor = kLook == Look::kBiases ? kLog2e : unit();
-      generalise<kLook>(scores);
-    } else if (kLook != Look::kNone && plan_.mask_per_key && *shared_.biased(keys_.stage)) {
+      generalise<kLook>(pairs, scores);
+    } else if ((kLook == Look::kBounds || (kLook == Look::kBiases && !C::kBiasProducts)) &&
+               plan_.mask_per_key && *shared_.biased(keys_.stage) == Biased::kInRegisters) {
       add_key_biases<C>(lane_, factor, 1.f, shared_.biases(keys_.stage), scores);
       factor = 1.f;
     }
@@ -258,7 +312,8 @@ class Consumer {
     if constexpr (C::kGeneral) {
       exponentiate_general<C>(factor, scores, state);
     } else {
-      exponentiate<C>(factor, scores, state);
+      exponentiate<C, C::kBiasProducts && kLook != Look::kNone && std::is_same_v<T, __nv_bfloat16>>(
+          factor, scores, state);
     }
     return raise;
   }
@@ -270,29 +325,62 @@ class Consumer {
   }
   // What its scores are multiplied by to be powers of 2.
   __device__ __forceinline__ float unit() const { return bare_products() ? plan_.factor : kLog2e; }
+  __device__ __forceinline__ bool has_query_mask() const {
+    return p_.mask.data && !plan_.mask_per_key;
+  }
   // Whether a mask of Q's type with a row per query is all that it has to see to.
   __device__ __forceinline__ bool query_biases() const {
-    return p_.mask.data && !plan_.mask_per_key && plan_.mask_bytes != 1 && !(p_.softcap > 0.f);
+    return has_query_mask() && plan_.mask_bytes != 1 && !(p_.softcap > 0.f);
   }
 
-  // Scale, soft cap and mask.
+  // Where there are registers for it, a mask with a row per query is read while products are made.
+  static constexpr bool kEarlyMasks = C::kGeneral && C::kGroups == 2;
+
+  // Scale, soft cap and mask. `pairs`: what was read early.
   template <Look kLook>
-  __device__ __forceinline__ void generalise(float (&scores)[C::kScores]) {
-    const uint32_t tile = shared_.mask(keys_.stage);
-    if constexpr (kLook == Look::kBiases) return add_biases<T, C>(lane_, p_.scale, tile, scores);
-    const bool capped = p_.softcap > 0.f;
+  __device__ __forceinline__ void generalise(const uint32_t (&pairs)[C::kScores / 2],
+                                             float (&scores)[C::kScores]) {
+    const bool capped = kLook != Look::kBiases && p_.softcap > 0.f;
     if (capped) cap_scores<C>(plan_.cap_in, p_.softcap, scores);
     const float scale = capped ? 1.f : p_.scale;
+    const auto add = [&](int i, uint32_t pair) { add_biases<T>(scale, pair, scores + 2 * i); };
+    const auto select = [&](int i, uint32_t pair) { select_by_bytes(pair, scores + 2 * i); };
+    const auto use = [&](const auto& read, const auto& apply) {
+      if constexpr (kEarlyMasks) {
+#pragma unroll
+        for (int i = 0; i < C::kScores / 2; ++i) apply(i, pairs[i]);
+      } else {
+        read(apply);
+      }
+    };
+    const uint32_t tile = shared_.mask(keys_.stage);
+    const auto biases = [&](const auto& apply) { read_biases<C>(lane_, tile, apply); };
+    const auto bytes = [&](const auto& apply) { read_bytes<C>(lane_, tile, apply); };
+    if (kLook == Look::kBiases) return use(biases, add);
     if (plan_.mask_per_key) {
       add_key_biases<C>(lane_, scale, kLn2, shared_.biases(keys_.stage), scores);
     } else if (p_.mask.data && plan_.mask_bytes != 1) {
-      add_biases<T, C>(lane_, scale, tile, scores);
+      use(biases, add);
     } else {
       if (!(scale > 0.f)) {
 #pragma unroll
         for (int i = 0; i < C::kScores; ++i) scores[i] *= scale;
       }
-      if (p_.mask.data) select_by_bytes<C>(lane_, tile, scores);
+      if (p_.mask.data) use(bytes, select);
+    }
+  }
+
+  // Reads a mask's part for a tile of keys that has come.
+  template <Look kLook>
+  __device__ __forceinline__ void read_early(uint32_t (&pairs)[C::kScores / 2]) const {
+    if constexpr (kEarlyMasks) {
+      const uint32_t tile = shared_.mask(keys_.stage);
+      const auto keep = [&](int i, uint32_t pair) { pairs[i] = pair; };
+      if (kLook == Look::kBiases || (has_query_mask() && plan_.mask_bytes != 1)) {
+        read_biases<C>(lane_, tile, keep);
+      } else if (has_query_mask()) {
+        read_bytes<C>(lane_, tile, keep);
+      }
     }
   }
 
@@ -350,6 +438,9 @@ class Consumer {
   }
   __device__ __forceinline__ Descriptor described_keys() const {
     return described_by_rows<C>(shared_.k(keys_.stage)).uniform();
+  }
+  __device__ __forceinline__ Descriptor described_biases() const {
+    return described_by_8_features(shared_.bias_operand(keys_.stage), 128).uniform();
   }
   __device__ __forceinline__ Descriptor described_values() const {
     return described_by_features<C>(shared_.v(values_.stage)).uniform();

@@ -10,9 +10,11 @@
 
 namespace flashonnx::sm90 {
 
-// A number whose multiples and sums the compiler is not to keep in registers from tile to tile.
+// Where registers are few, a number whose multiples and sums the compiler shall not keep in them
+// from tile to tile.
+template <class C>
 __device__ __forceinline__ int forgotten(int x) {
-  asm volatile("" : "+r"(x));
+  if constexpr (C::kGroups == 3) asm volatile("" : "+r"(x));
   return x;
 }
 
@@ -53,48 +55,49 @@ __device__ __forceinline__ float2 unpack(uint32_t pair) {
   }
 }
 
-// scores = scale * scores + mask, from the warp's rows of a tile in shared memory: boxes of 64 keys
-// of Q's type with swizzled rows of 128 bytes.
-template <class T, class C>
-__device__ __forceinline__ void add_biases(const Lane& lane, float scale, uint32_t tile,
-                                           float (&scores)[C::kScores]) {
-  const int row = forgotten(lane.group * 64 + lane.warp * 16 + lane.lane % 16);
+// Reads the warp's rows of a mask of Q's type, from a tile in shared memory: boxes of 64 keys with
+// swizzled rows of 128 bytes. `use` is called with i and the pair for scores 2 i and 2 i + 1.
+template <class C, class Use>
+__device__ __forceinline__ void read_biases(const Lane& lane, uint32_t tile, const Use& use) {
+  const int row = forgotten<C>(lane.group * 64 + lane.warp * 16 + lane.lane % 16);
   const uint32_t first = tile + row * 128 + (lane.lane / 16 ^ row % 8) * 16;
 #pragma unroll
   for (int n = 0; n < C::kScores / 4; n += 2) {
     uint32_t x[4];
     load_matrices(x, (first ^ n % 8 * 16) + n / 8 * C::kQueries * 128);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float* const score = scores + 4 * (n + i / 2) + 2 * (i % 2);
-      const float2 bias = unpack<T>(x[i]);
-      score[0] = fmaf(score[0], scale, bias.x);
-      score[1] = fmaf(score[1], scale, bias.y);
-    }
+    for (int i = 0; i < 4; ++i) use(2 * n + i, x[i]);
   }
 }
 
-// -infinity where a mask of bytes is 0: one box, with swizzled rows of kKeys bytes.
-template <class C>
-__device__ __forceinline__ void select_by_bytes(const Lane& lane, uint32_t tile,
-                                                float (&scores)[C::kScores]) {
+// As well of a mask of bytes: one box, with swizzled rows of kKeys bytes.
+template <class C, class Use>
+__device__ __forceinline__ void read_bytes(const Lane& lane, uint32_t tile, const Use& use) {
   constexpr int kChunks = C::kKeys / 16;
   static_assert(kChunks == 8 || kChunks == 4);
-  const int row = forgotten(lane.first_row());
+  const int row = forgotten<C>(lane.first_row());
   const int swizzle = kChunks == 8 ? row % 8 : row / 2 % 4;
   const uint32_t first = tile + row * C::kKeys + swizzle * 16 + 2 * lane.quad;
 #pragma unroll
-  for (int n = 0; n < C::kScores / 4; ++n) {
-    const uint32_t at = (first ^ n / 2 * 16) + n % 2 * 8;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      uint16_t pair;
-      asm volatile("ld.shared.u16 %0, [%1];" : "=h"(pair) : "r"(at + h * 8 * C::kKeys));
-      float* const score = scores + 4 * n + 2 * h;
-      score[0] = (pair & 0xff) != 0 ? score[0] : -INFINITY;
-      score[1] = (pair & 0xff00) != 0 ? score[1] : -INFINITY;
-    }
+  for (int i = 0; i < C::kScores / 2; ++i) {
+    const uint32_t at = (first ^ i / 4 * 16) + i / 2 % 2 * 8 + i % 2 * 8 * C::kKeys;
+    uint16_t pair;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(pair) : "r"(at));
+    use(i, uint32_t{pair});
   }
+}
+
+// Two scores and their biases.
+template <class T>
+__device__ __forceinline__ void add_biases(float scale, uint32_t pair, float* score) {
+  const float2 bias = unpack<T>(pair);
+  score[0] = fmaf(score[0], scale, bias.x);
+  score[1] = fmaf(score[1], scale, bias.y);
+}
+// -infinity where a byte is 0.
+__device__ __forceinline__ void select_by_bytes(uint32_t pair, float* score) {
+  if ((pair & 0xff) == 0) score[0] = -INFINITY;
+  if ((pair & 0xff00) == 0) score[1] = -INFINITY;
 }
 
 template <class C>
@@ -103,7 +106,7 @@ __device__ __forceinline__ void apply_bounds(const KeyRange& range, const Lane& 
                                              float (&scores)[C::kScores]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int query = forgotten(first_query + lane.first_row()) + 8 * h;
+    const int query = forgotten<C>(first_query + lane.first_row()) + 8 * h;
     const int lower = range.lower(query);
     const unsigned seen = max(range.upper(query) - lower, 0);
     const int first = first_key + 2 * lane.quad - lower;

@@ -5,7 +5,7 @@
 #include "kernels/common/bias.cuh"
 #include "kernels/sm90/careful.cuh"
 #include "kernels/sm90/schedule.h"
-#include "kernels/sm90/shared.cuh"
+#include "kernels/sm90/visible.cuh"
 
 namespace flashonnx::sm90 {
 
@@ -56,9 +56,18 @@ __device__ __forceinline__ void produce(const Problem& p, const Plan& plan,
     values.advance();
     values_tile = -1;
   };
-  const auto hand_out = [&](const Work& work, const Span& span) {
+  const auto hand_out = [&](const Item& next) {
     barrier_wait(shared.q_free(queries.stage), queries.round ^ 1);
-    *shared.item(queries.stage) = {work, span};
+    Item* const item = shared.item(queries.stage);
+    const Work& work = item->work = next.work;
+    const Span& span = item->span = next.span;
+    if (plan.mask_per_key && work.batch >= 0) {
+      const int end = min(span.last_tile / 32 + 1, kMarkedTiles / 32);
+      for (int i = span.first_tile / 32; i < end; ++i) {
+        item->marks.visible[i] = next.marks.visible[i];
+        item->marks.biased[i] = next.marks.biased[i];
+      }
+    }
     const uint32_t full = shared.q_full(queries.stage);
     if (work.batch >= 0) {
       copy_tile<C, C::kQueries>(shared.q(queries.stage), &maps.q, full, work.first_query, work.head,
@@ -68,14 +77,23 @@ __device__ __forceinline__ void produce(const Problem& p, const Plan& plan,
     }
     queries.advance();
   };
+  Found<C> found(shared);
   const int rounds = schedule.rounds(gridDim.x);
-  for (int round = 0; round < rounds; ++round) {
-    Work work;
-    if (!schedule.work(round, blockIdx.x, gridDim.x, C::kQueries, &work)) continue;
-    const Span span = span_of<C>(p, work);
+  for (int round = 0; plan.mask_per_key || round < rounds; ++round) {
+    // Where nobody else looks for tiles, a place for them is free.
+    Item* const item = plan.mask_per_key ? found.next() : shared.found(0);
+    if (!plan.mask_per_key) {
+      if (!schedule.work(round, blockIdx.x, gridDim.x, C::kQueries, &item->work)) continue;
+      item->span = span_of<C>(p, item->work);
+    } else if (item->work.batch < 0) {
+      break;
+    }
+    const Work& work = item->work;
+    const Span& span = item->span;
     // With one place for queries, the next ones wait until there is nothing left to do with these.
     if (C::kQueryStages == 1) copy_due_values();
-    for (int tile = span.last_tile; tile >= span.first_tile; --tile) {
+    int tile = span.last_tile;
+    while (tile >= span.first_tile) {
       barrier_wait(shared.k_free(keys.stage), keys.round ^ 1);
       if constexpr (C::kGeneral) {
         if (p.mask.data && !plan.mask_per_key) {
@@ -87,77 +105,171 @@ __device__ __forceinline__ void produce(const Problem& p, const Plan& plan,
       copy_tile<C, C::kKeys>(shared.k(keys.stage), &maps.k, shared.k_full(keys.stage),
                              tile * C::kKeys, work.kv_head, work.batch);
       keys.advance();
-      if (tile == span.last_tile) hand_out(work, span);
+      if (tile == span.last_tile) hand_out(*item);
       copy_due_values();
       values_of = work, values_tile = tile;
+      --tile;
+      if (plan.mask_per_key) tile = last_visible(item->marks.visible, tile, span.first_tile);
     }
+    if (plan.mask_per_key) found.done();
   }
   copy_due_values();
-  hand_out({-1, 0, 0, 0}, {});
+  Item* const last = plan.mask_per_key ? found.next() : shared.found(0);
+  if (!plan.mask_per_key) last->work.batch = -1;
+  hand_out(*last);
+}
+
+// Biases of keys as products are split into three parts, the largest first, for columns of `ones`
+// that say how much each counts. Together they hold 24 bits or more.
+constexpr float kLargestPart = 4096.f;
+
+// The other operand: eight equal rows.
+template <class T, class C>
+__device__ __forceinline__ void write_ones(const Shared<C>& shared) {
+  const uint32_t half = pack<T>(.5f, .5f), x = pack<T>(kLargestPart / 2, .5f);  // taken twice
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %2, %2};" ::"r"(shared.ones() + threadIdx.x * 16),
+               "r"(x), "r"(half)
+               : "memory");
+  fence_async();
+}
+
+// A bias in units of the products Q K^T. The most negative numbers stay finite: see kLowest.
+template <class T>
+__device__ __forceinline__ void write_bias_parts(uint32_t at, float bias) {
+  const auto round = [](float x) { return to_float(static_cast<T>(x)); };
+  const float first = round(bias * (1.f / kLargestPart));
+  const float rest = fabsf(bias) <= FLT_MAX ? fmaf(first, -kLargestPart, bias) : 0.f;
+  const float second = round(rest);
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %3};" ::"r"(at), "r"(pack<T>(first, second)),
+               "r"(pack<T>(rest - second, 0.f)), "r"(0)
+               : "memory");
 }
 
 // What the mask adds to the scores of each key of the stages of K, by one warp.
-template <class C>
+template <class T, class C>
 __device__ __forceinline__ void produce_biases(const Problem& p, const Plan& plan,
-                                               const Schedule& schedule, const Shared<C>& shared) {
+                                               const Shared<C>& shared) {
   constexpr int kPerLane = (C::kKeys + 31) / 32;
+  const float inverse = __fdividef(1.f, plan.factor);
   const int lane = threadIdx.x % 32;
+  Found<C> found(shared);
   Ring<C::kStages> ring;
-  const int rounds = schedule.rounds(gridDim.x);
-  for (int round = 0; round < rounds; ++round) {
-    Work work;
-    if (!schedule.work(round, blockIdx.x, gridDim.x, C::kQueries, &work)) continue;
-    const Span span = span_of<C>(p, work);
-    const char* const row = mask_element(p, plan, work.batch, work.head, 0, 0);
-    for (int tile = span.last_tile; tile >= span.first_tile; --tile) {
+  while (true) {
+    const Item& item = *found.next();
+    if (item.work.batch < 0) break;
+    const char* const row = mask_element(p, plan, item.work.batch, item.work.head, 0, 0);
+    const bool by_product = biases_by_product<T, C>(p);
+    for (int tile = item.span.last_tile; tile >= item.span.first_tile;
+         tile = last_visible(item.marks.visible, tile - 1, item.span.first_tile)) {
+      const bool biased =
+          tile >= kMarkedTiles || item.marks.biased[tile / 32] >> tile % 32 & 1 || C::kGeneral;
       uint32_t bits[kPerLane];
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) {
         const int key = tile * C::kKeys + 32 * i + lane;
-        bits[i] =
-            key < span.range.limit ? mask_bits(row + key * plan.mask_step, plan.mask_bytes) : 0;
+        bits[i] = biased && key < item.span.range.limit
+                      ? mask_bits(row + key * plan.mask_step, plan.mask_bytes)
+                      : 0;
       }
+      const Biased how = !biased      ? Biased::kNot
+                         : by_product ? Biased::kByProduct
+                                      : Biased::kInRegisters;
       barrier_wait(shared.k_free(ring.stage), ring.round ^ 1);
-      bool biased = false;
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) {
         const int key = 32 * i + lane;
-        const float bias = mask_bias(bits[i], p.mask_dtype);
-        if (key < C::kKeys) {
+        if (key >= C::kKeys || !biased) continue;
+        const float bias =
+            tile * C::kKeys + key < item.span.range.limit ? mask_bias(bits[i], p.mask_dtype) : 0.f;
+        if (how == Biased::kInRegisters) {
           shared.biases(ring.stage)[key] = bias;
-          biased |= bias != 0.f && tile * C::kKeys + key < span.range.limit;
+        } else if constexpr (C::kBiasProducts) {
+          write_bias_parts<T>(shared.bias_operand(ring.stage) + key * 16,
+                              bias == -INFINITY ? bias : fmaxf(bias * inverse, kLowest));
         }
       }
-      biased = __any_sync(0xffffffffu, biased);
-      __syncwarp();  // all lanes' biases are there before the arrival says so
-      if (lane == 0) {
-        *shared.biased(ring.stage) = biased;
-        barrier_arrive(shared.k_full(ring.stage));
-      }
+      if constexpr (C::kBiasProducts) fence_async();
+      if (lane == 0) *shared.biased(ring.stage) = how;
+      barrier_arrive(shared.k_full(ring.stage));
       ring.advance();
     }
+    found.done();
   }
 }
 
-// The rows of tiles that see no key, by one warp. Consumers do not hear of them: such tiles would
+// The rows of a tile that sees no key, by one warp. Consumers do not hear of it: such tiles would
 // take the places of queries while others wait for these.
 template <class T, class C>
-__device__ __forceinline__ void store_empty_tiles(const Problem& p, const Schedule& schedule) {
+__device__ __forceinline__ void store_empty_rows(const Problem& p, const Work& work) {
   const int lane = threadIdx.x % 32;
+  float output[C::kDim / 32] = {};
+  if (p.empty_row_mean) mean_of_values<T, C>(p, work, lane, output);
+  const int end = min(work.first_query + C::kQueries, p.q_length);
+#pragma unroll 1
+  for (int query = work.first_query; query < end; ++query) {
+    store_row<C>(p, work, query, lane, 1.f, output);
+    if (lane == 0) store_lse(p, work, query, -INFINITY);
+  }
+}
+
+template <class T, class C>
+__device__ __forceinline__ void store_empty_tiles(const Problem& p, const Schedule& schedule) {
   const int rounds = schedule.rounds(gridDim.x);
   for (int round = 0; round < rounds; ++round) {
     Work work;
     if (!schedule.work(round, blockIdx.x, gridDim.x, C::kQueries, &work)) continue;
     const Span span = span_of<C>(p, work);
-    if (span.first_tile <= span.last_tile) continue;
-    float output[C::kDim / 32] = {};
-    if (p.empty_row_mean) mean_of_values<T, C>(p, work, lane, output);
-    const int end = min(work.first_query + C::kQueries, p.q_length);
-#pragma unroll 1
-    for (int query = work.first_query; query < end; ++query) {
-      store_row<C>(p, work, query, lane, 1.f, output);
-      if (lane == 0) store_lse(p, work, query, -INFINITY);
+    if (span.first_tile > span.last_tile) store_empty_rows<T, C>(p, work);
+  }
+}
+
+// By one warp: which tiles of keys each tile of queries sees.
+template <class C>
+__device__ __forceinline__ void find_tiles(const Problem& p, const Plan& plan,
+                                           const Schedule& schedule, const Shared<C>& shared) {
+  const int lane = threadIdx.x % 32;
+  if (lane < 2) shared.found(lane)->marks.owner = -1;
+  uint32_t count = 0;
+  const int rounds = schedule.rounds(gridDim.x);
+  for (int round = 0; round <= rounds; ++round) {
+    Work work = {-1, 0, 0, 0};
+    if (round < rounds && !schedule.work(round, blockIdx.x, gridDim.x, C::kQueries, &work))
+      continue;
+    barrier_wait(shared.found_free(count % 2), count / 2 % 2 ^ 1);
+    Item* const item = shared.found(count % 2);
+    __syncwarp();
+    const int owner = item->marks.owner;
+    __syncwarp();
+    if (lane == 0) item->work = work;
+    if (work.batch >= 0) {
+      const int wanted = (p.mask.batch != 0 || p.key_lengths ? work.batch : 0) * int(p.q_heads) +
+                         (p.mask.head != 0 ? work.head : 0);
+      if (wanted != owner) {
+        if (lane == 0) item->marks.owner = wanted;
+        find_marks<C>(p, plan, work, &item->marks);
+      }
+      __syncwarp();
+      if (lane == 0) {
+        Span& span = item->span = span_of<C>(p, item->work);
+        span.last_tile = last_visible(item->marks.visible, span.last_tile, span.first_tile);
+        span.first_tile = first_visible(item->marks.visible, span.first_tile, span.last_tile);
+      }
     }
+    barrier_arrive(shared.found_full(count++ % 2));
+  }
+}
+
+// As store_empty_tiles, of what was found.
+template <class T, class C>
+__device__ __forceinline__ void store_found_empty_tiles(const Problem& p, const Shared<C>& shared) {
+  Found<C> found(shared);
+  while (true) {
+    const Item& item = *found.next();
+    const Work work = item.work;
+    const bool empty = item.span.first_tile > item.span.last_tile;
+    found.done();
+    if (work.batch < 0) return;
+    if (empty) store_empty_rows<T, C>(p, work);
   }
 }
 

@@ -8,6 +8,9 @@
 
 namespace flashonnx::sm90 {
 
+// How the biases of a stage's keys are added: they are all 0, as a product, one by one.
+enum class Biased : int32_t { kNot, kByProduct, kInRegisters };
+
 // Barriers: for each stage of Q, K, V and the biases, one that says it is full and one
 // that says it is free again.
 template <class C>
@@ -31,16 +34,24 @@ struct Shared {
     return base + C::kMaskAt + stage * C::kMaskBytes;
   }
   __device__ __forceinline__ float* biases(int stage) const {
-    return reinterpret_cast<float*>(memory + C::kBiasAt) + stage * C::kKeys;
+    return reinterpret_cast<float*>(memory + C::kBiasAt + stage * C::kBiasBytes);
   }
-  // Whether one of the stage's biases is not 0.
-  __device__ __forceinline__ int* biased(int stage) const {
-    return reinterpret_cast<int*>(memory + C::kBarriersAt + 8 * C::kBarriers) + stage;
+  // Those of the stage as the operand of a product, and the other one.
+  __device__ __forceinline__ uint32_t bias_operand(int stage) const {
+    return base + C::kBiasAt + stage * C::kBiasBytes;
+  }
+  __device__ __forceinline__ uint32_t ones() const { return base + C::kOnesAt; }
+  __device__ __forceinline__ Biased* biased(int stage) const {
+    return reinterpret_cast<Biased*>(memory + C::kBarriersAt + 8 * C::kBarriers) + stage;
   }
 
   __device__ __forceinline__ Item* item(int stage) const {
-    static_assert(sizeof(Item) == 48);
+    static_assert(sizeof(Item) == C::kItemBytes);
     return reinterpret_cast<Item*>(memory + C::kItemsAt) + stage;
+  }
+
+  __device__ __forceinline__ Item* found(int place) const {
+    return reinterpret_cast<Item*>(memory + C::kFoundAt) + place;
   }
 
   // A stage of Q is free when what came of it is stored.
@@ -54,16 +65,26 @@ struct Shared {
   }
   __device__ __forceinline__ uint32_t v_full(int stage) const { return k_full(C::kStages + stage); }
   __device__ __forceinline__ uint32_t v_free(int stage) const { return k_free(C::kStages + stage); }
+  __device__ __forceinline__ uint32_t found_full(int place) const {
+    return v_full(C::kStages + place);
+  }
+  __device__ __forceinline__ uint32_t found_free(int place) const {
+    return v_free(C::kStages + place);
+  }
   // By one thread, before any other uses them. Consumers let go of Q by thread, as all read what is
   // to be done with it, and of K and V by warp. `biased`: a stage of K is full when its biases are
-  // there, too.
+  // there, too, and each lane that writes them arrives.
   __device__ __forceinline__ void init_barriers(bool biased) const {
     for (int i = 0; i < C::kBarriers; ++i) {
       const int consumers = C::kGroups * (i < 2 * C::kQueryStages ? 128 : 4);
       barrier_init(barrier(i), i % 2 ? consumers : 1);
     }
     if (biased) {
-      for (int stage = 0; stage < C::kStages; ++stage) barrier_init(k_full(stage), 2);
+      for (int stage = 0; stage < C::kStages; ++stage) barrier_init(k_full(stage), 1 + 32);
+      for (int place = 0; place < 2; ++place) {
+        barrier_init(found_full(place), 32);
+        barrier_init(found_free(place), 1 + 32 + 32);
+      }
     }
     fence_barrier_init();
   }
