@@ -47,17 +47,11 @@ struct Tiling {
   static constexpr int kScores = kKeys / 2;  // of a thread
   static constexpr int kOutputs = kDim / 2;
 
-  // Biases of keys are one more product where there is room for its operand: 16 bytes a key.
-  static constexpr bool kBiasProducts = !kGeneral && kDim < 256;
-  static constexpr int kBiasBytes = kKeys * (kBiasProducts ? 16 : 4);
-
-  // Shared memory: the stages of Q, K and V, of a mask, a bias per key of each stage and what they
-  // are multiplied by, barriers, what is to be done with each stage of Q, and two places of what
-  // was found (visible.cuh).
+  // Shared memory: the stages of Q, K and V, of a mask, a bias per key of each stage, barriers,
+  // what is to be done with each stage of Q, and two places of what was found (visible.cuh).
   static constexpr int kMaskAt = kQueryStages * kQueryBytes + 2 * kStages * kKeyBytes;
   static constexpr int kBiasAt = kMaskAt + kStages * kMaskBytes;
-  static constexpr int kOnesAt = kBiasAt + kStages * kBiasBytes;
-  static constexpr int kBarriersAt = kOnesAt + (kBiasProducts ? 128 : 0);
+  static constexpr int kBarriersAt = kBiasAt + kStages * kKeys * 4;
   static constexpr int kBarriers = 2 * kQueryStages + 4 * kStages + 2 * 2;
   static constexpr int kItemBytes = 176;
   static constexpr int kItemsAt = kBarriersAt + (kBarriers * 8 + kStages * 4 + 15) / 16 * 16;

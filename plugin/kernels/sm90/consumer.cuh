@@ -112,76 +112,56 @@ class Consumer {
 
   // Starts Q K^T of the last tile of keys.
   __device__ __forceinline__ void begin_scores(float (&scores)[C::kScores]) {
-    const Descriptor q = described_queries(), k = described_keys(), biases = described_biases();
+    const Descriptor q = described_queries(), k = described_keys();
     barrier_wait(shared_.k_full(keys_.stage), keys_.round);
-    multiply_keys_by<Look::kBounds>(q, k, biases, scores);
+    multiply_keys<T, C>(q, k, scores);
   }
 
-  // What a step has to look at: everything; a mask's biases alone, of keys (as a product where that
-  // can be) or, in the general kernel, of Q's type with a row per query; no bounds, and in the
-  // plain kernel no mask either.
+  // What a step has to look at: everything; a mask's biases alone, of keys or, in the general
+  // kernel, of Q's type with a row per query; no bounds, and in the plain kernel no mask either.
   enum class Look { kBounds, kBiases, kNone };
 
   // From P of the last tile of keys to P of the first one. Its product with V is left to do.
   __device__ __forceinline__ void walk(float (&scores)[C::kScores], uint32_t (&p)[C::kScores / 2],
                                        float (&output)[C::kOutputs], RowState& state) {
-    int tile = last_tile_ - 1;
-    while (tile >= item().span.first_tile) {
-      Look look;
-      const int end = next_run(tile, look);
-      if (look == Look::kBounds) {
-        for (; tile > end; --tile) step<Look::kBounds>(tile, scores, p, output, state);
-      } else if (look == Look::kBiases) {
-        for (; tile > end; --tile) step<Look::kBiases>(tile, scores, p, output, state);
-      } else {
-        for (; tile > end; --tile) step<Look::kNone>(tile, scores, p, output, state);
+    const Span& span = item().span;
+    // Plain tiles, and the values of the tiles after them, need no look at bounds. Never the first
+    // tile of the walk: what is left over from the tile of queries before ends there.
+    const int first_query = item().work.first_query + lane_.group * 64;
+    const int last_query = min(first_query + 63, p_.q_length - 1);
+    const int plain_begin = (span.range.lower(last_query) + C::kKeys - 1) / C::kKeys;
+    const int plain_end = min(span.range.upper(first_query) / C::kKeys, last_tile_) - 1;
+    const int first_tile = span.first_tile;
+    for (int tile = last_tile_ - 1; tile >= first_tile; --tile) {
+      int plain = tile < plain_end ? tile - max(plain_begin, first_tile) + 1 : 0;
+      bool biased = C::kGeneral && query_biases();
+      if (plan_.mask_per_key) plain = min(plain, next_visible(tile, biased));
+      if (plain <= 0) {
+        step<Look::kBounds>(tile, scores, p, output, state);
+        continue;
       }
+      if (biased) {
+        for (int i = 0; i < plain; ++i) step<Look::kBiases>(tile, scores, p, output, state);
+      } else {
+        for (int i = 0; i < plain; ++i) step<Look::kNone>(tile, scores, p, output, state);
+      }
+      tile -= plain - 1;
     }
     settle_stores();
   }
 
-  // Goes on to the next tile that is not hidden. The tiles from there on, down to the one before
-  // that which is returned, need the same look. Where that is not at bounds, neither need the
-  // values of the tiles after them; so never the first tile of the walk: what is left over from the
-  // tile of queries before ends there. All of it is found anew each time: a walk has no registers
-  // to keep it in.
-  __device__ __forceinline__ int next_run(int& tile, Look& look) const {
-    const Item& at = item();
-    const int first_query = at.work.first_query + lane_.group * 64;
-    const int last_query = min(first_query + 63, p_.q_length - 1);
-    const int begin = (at.span.range.lower(last_query) + C::kKeys - 1) / C::kKeys;
-    const int end = min(at.span.range.upper(first_query) / C::kKeys, last_tile_) - 1;
-    bool bounded = tile >= end || tile < begin;
-    int run = tile - max(begin, at.span.first_tile) + 1;
-    look = C::kGeneral && query_biases() ? Look::kBiases : Look::kNone;
-    if (plan_.mask_per_key) {
-      const int after = tile;
-      tile = last_visible(at.marks.visible, tile, at.span.first_tile);
-      bool biased;
-      run = min(run, visible_run(at.marks, tile, &biased));
-      bounded |= tile != after;
-      if (biased && !C::kGeneral) {
-        look = Look::kBiases;
-        bounded |= C::kBiasProducts && !biases_by_product<T, C>(p_);
-      }
-    }
-    if (!bounded) return tile - run;
-    look = Look::kBounds;
-    return tile - 1;
-  }
-
-  // Starts Q K^T, with the biases of keys if they are a product.
-  template <Look kLook>
-  __device__ __forceinline__ void multiply_keys_by(const Descriptor& q, const Descriptor& k,
-                                                   const Descriptor& biases,
-                                                   float (&scores)[C::kScores]) {
-    if constexpr (C::kBiasProducts && kLook != Look::kNone) {
-      const Descriptor ones = described_by_8_features(shared_.ones(), 0);
-      if (kLook == Look::kBiases ||
-          (plan_.mask_per_key && *shared_.biased(keys_.stage) == Biased::kByProduct))
-        return multiply_keys<T, C, true>(q, k, scores, ones, biases);
-    }
-    multiply_keys<T, C>(q, k, scores);
+  // Goes on to the next tile that is not hidden. Returns how many from there on are either biased
+  // or not; none if one was left out, as the values of the tile before that may need a look at
+  // bounds.
+  __device__ __forceinline__ int next_visible(int& tile, bool& biased) const {
+    const Marks& marks = item().marks;
+    const int visible = last_visible(marks.visible, tile, item().span.first_tile);
+    const bool skips = visible != tile;
+    tile = visible;
+    bool has_biases;
+    const int run = visible_run(marks, tile, &has_biases);
+    if (!C::kGeneral) biased = has_biases;
+    return skips ? 0 : run;
   }
 
   // One tile of keys: its Q K^T beside P V of the tile before, then its softmax.
@@ -190,10 +170,9 @@ class Consumer {
                                        uint32_t (&p)[C::kScores / 2], float (&output)[C::kOutputs],
                                        RowState& state) {
     const Descriptor q = described_queries(), k = described_keys(), v = described_values();
-    const Descriptor biases = described_biases();
     barrier_wait(shared_.k_full(keys_.stage), keys_.round);
     begin_turn();
-    multiply_keys_by<kLook>(q, k, biases, scores);
+    multiply_keys<T, C>(q, k, scores);
     bool first = false;
     if constexpr (kLook == Look::kBounds) {
       const int before =
@@ -240,14 +219,15 @@ class Consumer {
   __device__ __forceinline__ void finish_item(const Item& item, int stage,
                                               const float (&output)[C::kOutputs],
                                               const RowState& state) {
+    const Lane lane = lane_here();
     const bool may_be_masked = p_.mask.data || p_.left >= 0 || p_.right >= 0;
     bool leaving = false;
     if (may_be_masked && __any_sync(0xffffffffu, holds_nan<C>(output))) {
-      attend_carefully<T, C>(p_, plan_, item.work, first_query_of_warp(item.work), lane_.lane);
+      attend_carefully<T, C>(p_, plan_, item.work, first_query_of_warp(item.work), lane.lane);
     } else {
-      const uint32_t rows = queries(stage) + lane_.warp * 16 * C::kBoxRow;
+      const uint32_t rows = queries(stage) + lane.warp * 16 * C::kBoxRow;
       leaving =
-          finish<T, C>(p_, plan_, o_map_, lane_, item.work, rows, in_powers_of_2(state), output);
+          finish<T, C>(p_, plan_, o_map_, lane, item.work, rows, in_powers_of_2(state), output);
     }
     if constexpr (C::kQueryStages > 1) {
       leaving_ = leaving;
@@ -256,13 +236,9 @@ class Consumer {
   }
 
   __device__ __forceinline__ RowState in_powers_of_2(RowState state) const {
-    // A row at the biases' bound was filled with the most negative numbers.
-    const float lowest = C::kBiasProducts ? kLowest * plan_.factor * .999f : -FLT_MAX;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      if constexpr (C::kGeneral) state.maximum[h] *= unit();
-      if (state.maximum[h] <= lowest) state.maximum[h] = -FLT_MAX;
-    }
+    for (int h = 0; C::kGeneral && h < 2; ++h)
+      state.maximum[h] = fmaxf(unit() * state.maximum[h], -FLT_MAX);
     return state;
   }
 
@@ -291,9 +267,9 @@ class Consumer {
     if constexpr (C::kGeneral) {
       factor = kLook == Look::kBiases ? kLog2e : unit();
       generalise<kLook>(pairs, scores);
-    } else if ((kLook == Look::kBounds || (kLook == Look::kBiases && !C::kBiasProducts)) &&
-               plan_.mask_per_key && *shared_.biased(keys_.stage) == Biased::kInRegisters) {
-      add_key_biases<C>(lane_, factor, 1.f, shared_.biases(keys_.stage), scores);
+    } else if (kLook == Look::kBiases ||
+               (kLook == Look::kBounds && plan_.mask_per_key && *shared_.biased(keys_.stage))) {
+      add_key_biases<C>(lane_here(), factor, 1.f, shared_.biases(keys_.stage), scores);
       factor = 1.f;
     }
     release(shared_.k_free(keys_.stage));
@@ -305,15 +281,14 @@ class Consumer {
       const int last_query = min(first_query + 63, p_.q_length - 1);
       if (first_key < at.span.range.lower(last_query) ||
           first_key + C::kKeys > at.span.range.upper(first_query)) {
-        apply_bounds<C>(at.span.range, lane_, at.work.first_query, first_key, scores);
+        apply_bounds<C>(at.span.range, lane_here(), at.work.first_query, first_key, scores);
       }
     }
     const Raise raise = raise_maxima<C>(scores, factor, state);
     if constexpr (C::kGeneral) {
       exponentiate_general<C>(factor, scores, state);
     } else {
-      exponentiate<C, C::kBiasProducts && kLook != Look::kNone && std::is_same_v<T, __nv_bfloat16>>(
-          factor, scores, state);
+      exponentiate<C>(factor, scores, state);
     }
     return raise;
   }
@@ -354,11 +329,11 @@ class Consumer {
       }
     };
     const uint32_t tile = shared_.mask(keys_.stage);
-    const auto biases = [&](const auto& apply) { read_biases<C>(lane_, tile, apply); };
-    const auto bytes = [&](const auto& apply) { read_bytes<C>(lane_, tile, apply); };
+    const auto biases = [&](const auto& apply) { read_biases<C>(lane_here(), tile, apply); };
+    const auto bytes = [&](const auto& apply) { read_bytes<C>(lane_here(), tile, apply); };
     if (kLook == Look::kBiases) return use(biases, add);
     if (plan_.mask_per_key) {
-      add_key_biases<C>(lane_, scale, kLn2, shared_.biases(keys_.stage), scores);
+      add_key_biases<C>(lane_here(), scale, kLn2, shared_.biases(keys_.stage), scores);
     } else if (p_.mask.data && plan_.mask_bytes != 1) {
       use(biases, add);
     } else {
@@ -439,9 +414,6 @@ class Consumer {
   __device__ __forceinline__ Descriptor described_keys() const {
     return described_by_rows<C>(shared_.k(keys_.stage)).uniform();
   }
-  __device__ __forceinline__ Descriptor described_biases() const {
-    return described_by_8_features(shared_.bias_operand(keys_.stage), 128).uniform();
-  }
   __device__ __forceinline__ Descriptor described_values() const {
     return described_by_features<C>(shared_.v(values_.stage)).uniform();
   }
@@ -451,8 +423,12 @@ class Consumer {
   __device__ __forceinline__ uint32_t queries(int stage) const {
     return shared_.q(stage) + lane_.group * 64 * C::kBoxRow;
   }
+  // Where registers are few, what is not used in every step is not kept in them.
+  __device__ __forceinline__ Lane lane_here() const {
+    return C::kGroups == 3 ? lane_.anew() : lane_;
+  }
   __device__ __forceinline__ int first_query_of_warp(const Work& work) const {
-    return work.first_query + lane_.group * 64 + lane_.warp * 16;
+    return work.first_query + lane_.group * 64 + lane_here().warp * 16;
   }
 
   const Problem& p_;

@@ -10,14 +10,6 @@
 
 namespace flashonnx::sm90 {
 
-// Where registers are few, a number whose multiples and sums the compiler shall not keep in them
-// from tile to tile.
-template <class C>
-__device__ __forceinline__ int forgotten(int x) {
-  if constexpr (C::kGroups == 3) asm volatile("" : "+r"(x));
-  return x;
-}
-
 // scores = factor * scores + weight * bias of each key.
 template <class C>
 __device__ __forceinline__ void add_key_biases(const Lane& lane, float factor, float weight,
@@ -59,7 +51,7 @@ __device__ __forceinline__ float2 unpack(uint32_t pair) {
 // swizzled rows of 128 bytes. `use` is called with i and the pair for scores 2 i and 2 i + 1.
 template <class C, class Use>
 __device__ __forceinline__ void read_biases(const Lane& lane, uint32_t tile, const Use& use) {
-  const int row = forgotten<C>(lane.group * 64 + lane.warp * 16 + lane.lane % 16);
+  const int row = (lane.group * 64 + lane.warp * 16 + lane.lane % 16);
   const uint32_t first = tile + row * 128 + (lane.lane / 16 ^ row % 8) * 16;
 #pragma unroll
   for (int n = 0; n < C::kScores / 4; n += 2) {
@@ -75,7 +67,7 @@ template <class C, class Use>
 __device__ __forceinline__ void read_bytes(const Lane& lane, uint32_t tile, const Use& use) {
   constexpr int kChunks = C::kKeys / 16;
   static_assert(kChunks == 8 || kChunks == 4);
-  const int row = forgotten<C>(lane.first_row());
+  const int row = (lane.first_row());
   const int swizzle = kChunks == 8 ? row % 8 : row / 2 % 4;
   const uint32_t first = tile + row * C::kKeys + swizzle * 16 + 2 * lane.quad;
 #pragma unroll
@@ -106,7 +98,7 @@ __device__ __forceinline__ void apply_bounds(const KeyRange& range, const Lane& 
                                              float (&scores)[C::kScores]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int query = forgotten<C>(first_query + lane.first_row()) + 8 * h;
+    const int query = (first_query + lane.first_row()) + 8 * h;
     const int lower = range.lower(query);
     const unsigned seen = max(range.upper(query) - lower, 0);
     const int first = first_key + 2 * lane.quad - lower;

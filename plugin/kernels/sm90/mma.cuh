@@ -45,12 +45,6 @@ __device__ __forceinline__ Descriptor described_by_features(uint32_t shared) {
   return {(shared & 0x3ffff) >> 4 | uint32_t{C::kKeys * C::kBoxRow / 16} << 16, kSwizzledRows<C>};
 }
 
-// Without swizzling: eight rows of 16 bytes follow one another, `step` bytes after them the next
-// eight. The same 8 features are taken twice.
-__device__ __forceinline__ Descriptor described_by_8_features(uint32_t shared, uint32_t step) {
-  return {(shared & 0x3ffff) >> 4, step / 16};
-}
-
 // The instruction of 64 x kColumns x 16 for an element type. SS: A and B in shared memory, columns
 // of B in rows. RS: A in registers, columns of B in features.
 template <class T, int kColumns>
@@ -115,13 +109,11 @@ __device__ __forceinline__ void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// scores = Q K^T of the warpgroup's 64 queries and the tile's keys, and with biases, once more
-// multiplied and added: one group, under way afterwards.
-template <class T, class C, bool kBiased = false>
+// scores = Q K^T of the warpgroup's 64 queries and the tile's keys: one group, under way
+// afterwards.
+template <class T, class C>
 __device__ __forceinline__ void multiply_keys(const Descriptor& q, const Descriptor& k,
-                                              float (&scores)[C::kScores],
-                                              const Descriptor& ones = {},
-                                              const Descriptor& biases = {}) {
+                                              float (&scores)[C::kScores]) {
   const auto product = [&]<int... i>(uint64_t a, uint64_t b, gmma::ScaleOut out,
                                      std::integer_sequence<int, i...>) {
     decltype(shared_product<T, C::kKeys>())::fma(a, b, scores[i]..., out);
@@ -134,10 +126,6 @@ __device__ __forceinline__ void multiply_keys(const Descriptor& q, const Descrip
     product(q.plus(box * C::kQueries * C::kBoxRow + inside),
             k.plus(box * C::kKeys * C::kBoxRow + inside),
             d == 0 ? gmma::ScaleOut::Zero : gmma::ScaleOut::One,
-            std::make_integer_sequence<int, C::kScores>());
-  }
-  if constexpr (kBiased) {
-    product(ones.plus(0), biases.plus(0), gmma::ScaleOut::One,
             std::make_integer_sequence<int, C::kScores>());
   }
   commit_products();

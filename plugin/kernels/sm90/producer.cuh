@@ -119,157 +119,105 @@ __device__ __forceinline__ void produce(const Problem& p, const Plan& plan,
   hand_out(*last);
 }
 
-// Biases of keys as products are split into three parts, the largest first, for columns of `ones`
-// that say how much each counts. Together they hold 24 bits or more.
-constexpr float kLargestPart = 4096.f;
-
-// The other operand: eight equal rows.
-template <class T, class C>
-__device__ __forceinline__ void write_ones(const Shared<C>& shared) {
-  const uint32_t half = pack<T>(.5f, .5f), x = pack<T>(kLargestPart / 2, .5f);  // taken twice
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %2, %2};" ::"r"(shared.ones() + threadIdx.x * 16),
-               "r"(x), "r"(half)
-               : "memory");
-  fence_async();
+// By one warp: which tiles of keys each tile of queries sees.
+template <class C>
+__device__ __forceinline__ void find_tiles(const Problem& p, const Plan& plan,
+                                           const Schedule& schedule, const Shared<C>& shared) {
+  const bool first_lane = threadIdx.x % 32 == 0;
+  if (threadIdx.x % 32 < 2) shared.found(threadIdx.x % 2)->marks.owner = -1;
+  uint32_t count = 0;
+  for (int round = 0, rounds = schedule.rounds(gridDim.x); round <= rounds; ++round) {
+    Work work = {-1, 0, 0, 0};
+    const int blocks = forgotten(gridDim.x);
+    if (round < rounds && !schedule.work(round, blockIdx.x, blocks, C::kQueries, &work)) continue;
+    const int owner = (p.mask.batch != 0 || p.key_lengths ? work.batch : 0) * int(p.q_heads) +
+                      (p.mask.head != 0 ? work.head : 0);
+    barrier_wait(shared.found_free(count % 2), count / 2 % 2 ^ 1);
+    Item* const item = shared.found(count % 2);
+    __syncwarp();
+    const bool known = item->marks.owner == owner;
+    __syncwarp();
+    if (first_lane) item->work = work, item->marks.owner = owner;
+    __syncwarp();
+    if (!known && item->work.batch >= 0) find_marks<C>(p, plan, item->work, &item->marks);
+    __syncwarp();
+    if (first_lane && item->work.batch >= 0) {
+      Span& span = item->span = span_of<C>(forgotten(p), item->work);
+      const int last = last_visible(item->marks.visible, span.last_tile, span.first_tile);
+      const bool all_hidden = last < span.first_tile && span.first_tile <= span.last_tile;
+      span.last_tile = all_hidden ? span.first_tile : last;
+      // Consumers see to the rows if all keys are hidden: they get a tile all the same.
+      if (all_hidden) item->marks.visible[span.last_tile / 32] |= 1u << span.last_tile % 32;
+      span.first_tile = first_visible(item->marks.visible, span.first_tile, span.last_tile);
+    }
+    barrier_arrive(shared.found_full(count++ % 2));
+  }
 }
 
-// A bias in units of the products Q K^T. The most negative numbers stay finite: see kLowest.
-template <class T>
-__device__ __forceinline__ void write_bias_parts(uint32_t at, float bias) {
-  const auto round = [](float x) { return to_float(static_cast<T>(x)); };
-  const float first = round(bias * (1.f / kLargestPart));
-  const float rest = fabsf(bias) <= FLT_MAX ? fmaf(first, -kLargestPart, bias) : 0.f;
-  const float second = round(rest);
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %3};" ::"r"(at), "r"(pack<T>(first, second)),
-               "r"(pack<T>(rest - second, 0.f)), "r"(0)
-               : "memory");
-}
-
-// What the mask adds to the scores of each key of the stages of K, by one warp.
-template <class T, class C>
+// What the mask adds to the scores of each key of the stages of K, by two warps in turns: one needs
+// longer for a tile than consumers do.
+template <class C>
 __device__ __forceinline__ void produce_biases(const Problem& p, const Plan& plan,
                                                const Shared<C>& shared) {
   constexpr int kPerLane = (C::kKeys + 31) / 32;
-  const float inverse = __fdividef(1.f, plan.factor);
   const int lane = threadIdx.x % 32;
   Found<C> found(shared);
   Ring<C::kStages> ring;
+  bool mine = threadIdx.x / 32 == 1;
   while (true) {
     const Item& item = *found.next();
     if (item.work.batch < 0) break;
-    const char* const row = mask_element(p, plan, item.work.batch, item.work.head, 0, 0);
-    const bool by_product = biases_by_product<T, C>(p);
     for (int tile = item.span.last_tile; tile >= item.span.first_tile;
          tile = last_visible(item.marks.visible, tile - 1, item.span.first_tile)) {
-      const bool biased =
-          tile >= kMarkedTiles || item.marks.biased[tile / 32] >> tile % 32 & 1 || C::kGeneral;
-      uint32_t bits[kPerLane];
+      if (mine) {
+        const bool biased =
+            C::kGeneral || tile >= kMarkedTiles || item.marks.biased[tile / 32] >> tile % 32 & 1;
+        const int first = tile * C::kKeys + lane;
+        const char* at = mask_element(p, plan, item.work.batch, item.work.head, 0, first);
+        uint32_t bits[kPerLane];
 #pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        const int key = tile * C::kKeys + 32 * i + lane;
-        bits[i] = biased && key < item.span.range.limit
-                      ? mask_bits(row + key * plan.mask_step, plan.mask_bytes)
-                      : 0;
-      }
-      const Biased how = !biased      ? Biased::kNot
-                         : by_product ? Biased::kByProduct
-                                      : Biased::kInRegisters;
-      barrier_wait(shared.k_free(ring.stage), ring.round ^ 1);
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        const int key = 32 * i + lane;
-        if (key >= C::kKeys || !biased) continue;
-        const float bias =
-            tile * C::kKeys + key < item.span.range.limit ? mask_bias(bits[i], p.mask_dtype) : 0.f;
-        if (how == Biased::kInRegisters) {
-          shared.biases(ring.stage)[key] = bias;
-        } else if constexpr (C::kBiasProducts) {
-          write_bias_parts<T>(shared.bias_operand(ring.stage) + key * 16,
-                              bias == -INFINITY ? bias : fmaxf(bias * inverse, kLowest));
+        for (int i = 0; i < kPerLane; ++i, at += 32 * plan.mask_step) {
+          bits[i] =
+              biased && first + 32 * i < item.span.range.limit ? mask_bits(at, plan.mask_bytes) : 0;
         }
+        float biases[kPerLane];
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) biases[i] = mask_bias(bits[i], p.mask_dtype);
+        barrier_wait(shared.k_free(ring.stage), ring.round ^ 1);
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+          const int key = 32 * i + lane;
+          if (biased && key < C::kKeys) shared.biases(ring.stage)[key] = biases[i];
+        }
+        if (lane == 0) *shared.biased(ring.stage) = biased;
+        barrier_arrive(shared.k_full(ring.stage));
       }
-      if constexpr (C::kBiasProducts) fence_async();
-      if (lane == 0) *shared.biased(ring.stage) = how;
-      barrier_arrive(shared.k_full(ring.stage));
+      mine = !mine;
       ring.advance();
     }
     found.done();
   }
 }
 
-// The rows of a tile that sees no key, by one warp. Consumers do not hear of it: such tiles would
+// The rows of tiles that see no key, by one warp. Consumers do not hear of them: such tiles would
 // take the places of queries while others wait for these.
 template <class T, class C>
-__device__ __forceinline__ void store_empty_rows(const Problem& p, const Work& work) {
-  const int lane = threadIdx.x % 32;
-  float output[C::kDim / 32] = {};
-  if (p.empty_row_mean) mean_of_values<T, C>(p, work, lane, output);
-  const int end = min(work.first_query + C::kQueries, p.q_length);
-#pragma unroll 1
-  for (int query = work.first_query; query < end; ++query) {
-    store_row<C>(p, work, query, lane, 1.f, output);
-    if (lane == 0) store_lse(p, work, query, -INFINITY);
-  }
-}
-
-template <class T, class C>
 __device__ __forceinline__ void store_empty_tiles(const Problem& p, const Schedule& schedule) {
+  const int lane = threadIdx.x % 32;
   const int rounds = schedule.rounds(gridDim.x);
   for (int round = 0; round < rounds; ++round) {
     Work work;
     if (!schedule.work(round, blockIdx.x, gridDim.x, C::kQueries, &work)) continue;
     const Span span = span_of<C>(p, work);
-    if (span.first_tile > span.last_tile) store_empty_rows<T, C>(p, work);
-  }
-}
-
-// By one warp: which tiles of keys each tile of queries sees.
-template <class C>
-__device__ __forceinline__ void find_tiles(const Problem& p, const Plan& plan,
-                                           const Schedule& schedule, const Shared<C>& shared) {
-  const int lane = threadIdx.x % 32;
-  if (lane < 2) shared.found(lane)->marks.owner = -1;
-  uint32_t count = 0;
-  const int rounds = schedule.rounds(gridDim.x);
-  for (int round = 0; round <= rounds; ++round) {
-    Work work = {-1, 0, 0, 0};
-    if (round < rounds && !schedule.work(round, blockIdx.x, gridDim.x, C::kQueries, &work))
-      continue;
-    barrier_wait(shared.found_free(count % 2), count / 2 % 2 ^ 1);
-    Item* const item = shared.found(count % 2);
-    __syncwarp();
-    const int owner = item->marks.owner;
-    __syncwarp();
-    if (lane == 0) item->work = work;
-    if (work.batch >= 0) {
-      const int wanted = (p.mask.batch != 0 || p.key_lengths ? work.batch : 0) * int(p.q_heads) +
-                         (p.mask.head != 0 ? work.head : 0);
-      if (wanted != owner) {
-        if (lane == 0) item->marks.owner = wanted;
-        find_marks<C>(p, plan, work, &item->marks);
-      }
-      __syncwarp();
-      if (lane == 0) {
-        Span& span = item->span = span_of<C>(p, item->work);
-        span.last_tile = last_visible(item->marks.visible, span.last_tile, span.first_tile);
-        span.first_tile = first_visible(item->marks.visible, span.first_tile, span.last_tile);
-      }
+    if (span.first_tile <= span.last_tile) continue;
+    float output[C::kDim / 32] = {};
+    if (p.empty_row_mean) mean_of_values<T, C>(p, work, lane, output);
+    const int end = min(work.first_query + C::kQueries, p.q_length);
+#pragma unroll 1
+    for (int query = work.first_query; query < end; ++query) {
+      store_row<C>(p, work, query, lane, 1.f, output);
+      if (lane == 0) store_lse(p, work, query, -INFINITY);
     }
-    barrier_arrive(shared.found_full(count++ % 2));
-  }
-}
-
-// As store_empty_tiles, of what was found.
-template <class T, class C>
-__device__ __forceinline__ void store_found_empty_tiles(const Problem& p, const Shared<C>& shared) {
-  Found<C> found(shared);
-  while (true) {
-    const Item& item = *found.next();
-    const Work work = item.work;
-    const bool empty = item.span.first_tile > item.span.last_tile;
-    found.done();
-    if (work.batch < 0) return;
-    if (empty) store_empty_rows<T, C>(p, work);
   }
 }
 

@@ -8,9 +8,6 @@
 
 namespace flashonnx::sm90 {
 
-// How the biases of a stage's keys are added: they are all 0, as a product, one by one.
-enum class Biased : int32_t { kNot, kByProduct, kInRegisters };
-
 // Barriers: for each stage of Q, K, V and the biases, one that says it is full and one
 // that says it is free again.
 template <class C>
@@ -34,15 +31,11 @@ struct Shared {
     return base + C::kMaskAt + stage * C::kMaskBytes;
   }
   __device__ __forceinline__ float* biases(int stage) const {
-    return reinterpret_cast<float*>(memory + C::kBiasAt + stage * C::kBiasBytes);
+    return reinterpret_cast<float*>(memory + C::kBiasAt) + stage * C::kKeys;
   }
-  // Those of the stage as the operand of a product, and the other one.
-  __device__ __forceinline__ uint32_t bias_operand(int stage) const {
-    return base + C::kBiasAt + stage * C::kBiasBytes;
-  }
-  __device__ __forceinline__ uint32_t ones() const { return base + C::kOnesAt; }
-  __device__ __forceinline__ Biased* biased(int stage) const {
-    return reinterpret_cast<Biased*>(memory + C::kBarriersAt + 8 * C::kBarriers) + stage;
+  // Whether one of the stage's biases is not 0.
+  __device__ __forceinline__ int* biased(int stage) const {
+    return reinterpret_cast<int*>(memory + C::kBarriersAt + 8 * C::kBarriers) + stage;
   }
 
   __device__ __forceinline__ Item* item(int stage) const {

@@ -9,15 +9,11 @@
 #include <cfloat>
 
 #include "kernels/sm90/mma.cuh"
+#include "kernels/sm90/visible.cuh"
 
 namespace flashonnx::sm90 {
 
 constexpr float kSlack = 8.f;  // P up to 256
-
-// The most negative bias that is added by a product: a row full of them is a row of equals.
-constexpr float kLowest = -FLT_MAX / 4;
-// Larger maxima round factor * score - maximum by too much.
-constexpr float kExtreme = 1 << 20;
 
 // Places of a consumer thread: rows `row` and `row` + 8 of its warp's 16; columns 8 n + 2 * `quad`
 // and the next, n counting groups of four registers. Register 4 n + 2 h + e is row + 8 h, column
@@ -32,6 +28,15 @@ struct Lane {
         row(lane / 4),
         quad(lane % 4) {}
   __device__ __forceinline__ int first_row() const { return group * 64 + warp * 16 + row; }
+
+  // The same, of which the compiler keeps no sums and multiples in registers between its uses.
+  __device__ __forceinline__ Lane anew() const {
+    Lane x = *this;
+    x.warp = forgotten(warp);
+    x.lane = forgotten(lane);
+    x.row = x.lane / 4, x.quad = x.lane % 4;
+    return x;
+  }
 };
 
 // The general kernel keeps maxima in the units of its scores, which are those of a mask where there
@@ -87,24 +92,13 @@ __device__ __forceinline__ void add_up(const float (&scores)[C::kScores], RowSta
   for (int h = 0; h < 2; ++h) state.sum[h] += sums[h][0] + sums[h][1];
 }
 
-// scores = P = 2^(factor * scores - maximum), and the rows' sums. `kExtremes`: maxima may be as
-// large as biases are.
-template <class C, bool kExtremes>
+// scores = P = 2^(factor * scores - maximum), and the rows' sums.
+template <class C>
 __device__ __forceinline__ void exponentiate(float factor, float (&scores)[C::kScores],
                                              RowState& state) {
-  const auto extreme = [&](int h) {
-    return state.maximum[h] < -kExtreme && state.maximum[h] > -FLT_MAX;
-  };
-  if (kExtremes && __any_sync(0xffffffffu, extreme(0) || extreme(1))) {
-    // Rounded as the maximum was.
 #pragma unroll
-    for (int i = 0; i < C::kScores; ++i)
-      scores[i] = exp2_approximate(__fmul_rn(scores[i], factor) - state.maximum[i / 2 % 2]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < C::kScores; ++i)
-      scores[i] = exp2_approximate(fmaf(scores[i], factor, -state.maximum[i / 2 % 2]));
-  }
+  for (int i = 0; i < C::kScores; ++i)
+    scores[i] = exp2_approximate(fmaf(scores[i], factor, -state.maximum[i / 2 % 2]));
   add_up<C>(scores, state);
 }
 
@@ -113,6 +107,7 @@ template <class C>
 __device__ __forceinline__ void exponentiate_general(float factor, float (&scores)[C::kScores],
                                                      RowState& state) {
   // Where a maximum is so large that its product with the factor is too coarse, or infinite.
+  constexpr float kExtreme = 1 << 20;
   const float powers[2] = {state.maximum[0] * factor, state.maximum[1] * factor};
   const auto extreme = [&](int h) {
     return fabsf(powers[h]) > kExtreme && state.maximum[h] > -FLT_MAX;

@@ -11,6 +11,18 @@
 
 namespace flashonnx::sm90 {
 
+// A number, or a parameter of the kernel, of which the compiler shall keep nothing in registers
+// from one use to the next.
+__device__ __forceinline__ int forgotten(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+__device__ __forceinline__ const Problem& forgotten(const Problem& p) {
+  const Problem* x = &p;
+  asm volatile("" : "+l"(x));
+  return *x;
+}
+
 // The last visible tile from `tile` down to `first`, or one before `first`.
 __device__ __forceinline__ int last_visible(const uint32_t* marks, int tile, int first) {
 #pragma unroll 1
@@ -43,14 +55,6 @@ __device__ __forceinline__ int visible_run(const Marks& marks, int tile, bool* b
   return __clz(~(visible & (*biased ? with : ~with)));
 }
 
-// Whether biases of keys are a product: their parts (producer.cuh) can hold all that the mask may.
-template <class T, class C>
-__device__ __forceinline__ bool biases_by_product(const Problem& p) {
-  if (!C::kBiasProducts || std::is_same_v<T, __nv_bfloat16>) return C::kBiasProducts;
-  if (p.mask_dtype == FLASHONNX_FLOAT16) return p.scale > 1.f / 2048;
-  return p.mask_dtype != FLASHONNX_FLOAT32 && p.mask_dtype != FLASHONNX_BFLOAT16;
-}
-
 // What was found, for one that uses it.
 template <class C>
 class Found {
@@ -79,16 +83,15 @@ __device__ __forceinline__ void find_marks(const Problem& p, const Plan& plan, c
   const char* const row = mask_element(p, plan, work.batch, work.head, 0, 0);
   const int limit = min(min(key_length_of(p, work.batch), p.key_limit), kMarkedTiles * C::kKeys);
   // Words of four bytes of which all keys are hidden, and what is not 0 in those with a bias.
-  const bool half = p.mask_dtype == FLASHONNX_FLOAT16 || p.mask_dtype == FLASHONNX_BFLOAT16;
-  const bool adds = half || p.mask_dtype == FLASHONNX_FLOAT32;
-  const uint32_t hidden = p.mask_dtype == FLASHONNX_FLOAT16    ? 0xfc00fc00u
-                          : p.mask_dtype == FLASHONNX_BFLOAT16 ? 0xff80ff80u
-                          : adds                               ? 0xff800000u
-                                                               : 0u;
+  const int dtype = forgotten(p.mask_dtype), bytes = plan.mask_bytes;
+  const bool half = dtype == FLASHONNX_FLOAT16 || dtype == FLASHONNX_BFLOAT16;
+  const bool adds = half || dtype == FLASHONNX_FLOAT32;
+  const uint32_t hidden = dtype == FLASHONNX_FLOAT16    ? 0xfc00fc00u
+                          : dtype == FLASHONNX_BFLOAT16 ? 0xff80ff80u
+                          : adds                        ? 0xff800000u
+                                                        : 0u;
   const uint32_t size = half ? 0x7fff7fffu : 0x7fffffffu;
-  const uint32_t ones = plan.mask_bytes == 1   ? 0x01010101u
-                        : plan.mask_bytes == 2 ? 0x00010001u
-                                               : 1u;
+  const uint32_t ones = bytes == 1 ? 0x01010101u : bytes == 2 ? 0x00010001u : 1u;
   const auto seen = [&](uint32_t x) { return x ^ hidden; };
   const auto biased = [&](uint32_t x) { return adds ? x & size : (x - ones) & ~x & ones << 7; };
   const auto mark = [&](int key, uint32_t is_seen, uint32_t is_biased) {
@@ -97,9 +100,8 @@ __device__ __forceinline__ void find_marks(const Problem& p, const Plan& plan, c
     if (is_biased) atomicOr(marks->biased + tile / 32, 1u << tile % 32);
   };
   // By 16 bytes, which are of one tile, where keys lie side by side.
-  const bool vectors =
-      plan.mask_step == plan.mask_bytes && reinterpret_cast<uintptr_t>(row) % 16 == 0;
-  const int each = 16 / plan.mask_bytes;
+  const bool vectors = plan.mask_step == bytes && reinterpret_cast<uintptr_t>(row) % 16 == 0;
+  const int each = 16 / bytes;
   const int whole = vectors ? limit / each : 0;
 #pragma unroll 1
   for (int at = lane; at < whole; at += 32) {
@@ -108,13 +110,9 @@ __device__ __forceinline__ void find_marks(const Problem& p, const Plan& plan, c
          biased(x.x) | biased(x.y) | biased(x.z) | biased(x.w));
   }
 #pragma unroll 1
-  for (int key = whole * each + lane; key < limit; key += 64) {
-    const bool second = key + 32 < limit;
-    const char* const at = row + key * plan.mask_step;
-    const uint32_t x = mask_bits(at, plan.mask_bytes) * ones;
-    const uint32_t y = second ? mask_bits(at + 32 * plan.mask_step, plan.mask_bytes) * ones : 0;
+  for (int key = whole * each + lane; key < limit; key += 32) {
+    const uint32_t x = mask_bits(row + key * plan.mask_step, bytes) * ones;
     mark(key, seen(x), biased(x));
-    if (second) mark(key + 32, seen(y), biased(y));
   }
 }
 
