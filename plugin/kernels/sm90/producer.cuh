@@ -78,12 +78,11 @@ __device__ __forceinline__ void produce(const Problem& p, const Plan& plan,
     queries.advance();
   };
   Found<C> found(shared);
-  const int rounds = schedule.rounds(gridDim.x);
-  for (int round = 0; plan.mask_per_key || round < rounds; ++round) {
+  for (int turn = 0; plan.mask_per_key || turn < schedule.turns; ++turn) {
     // Where nobody else looks for tiles, a place for them is free.
     Item* const item = plan.mask_per_key ? found.next() : shared.found(0);
     if (!plan.mask_per_key) {
-      if (!schedule.work(round, blockIdx.x, gridDim.x, C::kQueries, &item->work)) continue;
+      if (!schedule.work(turn, blockIdx.x, gridDim.x, C::kQueries, &item->work)) continue;
       item->span = span_of<C>(p, item->work);
     } else if (item->work.batch < 0) {
       break;
@@ -126,10 +125,11 @@ __device__ __forceinline__ void find_tiles(const Problem& p, const Plan& plan,
   const bool first_lane = threadIdx.x % 32 == 0;
   if (threadIdx.x % 32 < 2) shared.found(threadIdx.x % 2)->marks.owner = -1;
   uint32_t count = 0;
-  for (int round = 0, rounds = schedule.rounds(gridDim.x); round <= rounds; ++round) {
+  for (int turn = 0; turn <= schedule.turns; ++turn) {
     Work work = {-1, 0, 0, 0};
     const int blocks = forgotten(gridDim.x);
-    if (round < rounds && !schedule.work(round, blockIdx.x, blocks, C::kQueries, &work)) continue;
+    if (turn < schedule.turns && !schedule.work(turn, blockIdx.x, blocks, C::kQueries, &work))
+      continue;
     const int owner = (p.mask.batch != 0 || p.key_lengths ? work.batch : 0) * int(p.q_heads) +
                       (p.mask.head != 0 ? work.head : 0);
     barrier_wait(shared.found_free(count % 2), count / 2 % 2 ^ 1);
@@ -204,10 +204,9 @@ __device__ __forceinline__ void produce_biases(const Problem& p, const Plan& pla
 template <class T, class C>
 __device__ __forceinline__ void store_empty_tiles(const Problem& p, const Schedule& schedule) {
   const int lane = threadIdx.x % 32;
-  const int rounds = schedule.rounds(gridDim.x);
-  for (int round = 0; round < rounds; ++round) {
+  for (int turn = 0; turn < schedule.turns; ++turn) {
     Work work;
-    if (!schedule.work(round, blockIdx.x, gridDim.x, C::kQueries, &work)) continue;
+    if (!schedule.work(turn, blockIdx.x, gridDim.x, C::kQueries, &work)) continue;
     const Span span = span_of<C>(p, work);
     if (span.first_tile <= span.last_tile) continue;
     float output[C::kDim / 32] = {};
