@@ -32,15 +32,14 @@ class Consumer {
     pack_scores<T, C>(scores, p);
     while (true) {
       walk(scores, p, output, state);
-      const int stage = queries_.stage;
       if constexpr (C::kQueryStages > 1) {
         // What is shared is read again and again, which spares registers.
-        const auto done = [&]() -> const Item& { return *shared_.item(stage); };
+        const auto done = [&]() -> const Item& { return *shared_.item(queries_.stage_before()); };
         queries_.advance();
         if (!next_item()) {
           begin_last_values(done(), p, output);
           end_last_values(output);
-          finish_item(done(), stage, output, state);
+          finish_item(done(), queries_.stage_before(), output, state);
           settle_stores();
           return;
         }
@@ -54,10 +53,11 @@ class Consumer {
         fence_registers(scores);
         end_last_values(output);
         skip_values();
-        finish_item(done(), stage, output, state);
+        finish_item(done(), queries_.stage_before(), output, state);
         state = next;
       } else {
         // The next queries, and what is to be done with them, come to where these are.
+        const int stage = queries_.stage();
         const Item done = item();
         queries_.advance();
         barrier_arrive(shared_.q_free(stage));
@@ -85,7 +85,7 @@ class Consumer {
 
   // Waits for the next tile of queries; false if there is none.
   __device__ __forceinline__ bool next_item() {
-    barrier_wait(shared_.q_full(queries_.stage), queries_.round);
+    barrier_wait(shared_.q_full(queries_.stage()), queries_.round());
     return item().work.batch >= 0;
   }
 
@@ -93,7 +93,7 @@ class Consumer {
   // tile cannot be let go of here: the producer would wait for this group to use the values before.
   __device__ __forceinline__ void skip_keys() {
     const Span& span = item().span;
-    const int first_query = item().work.first_query + lane_.group * 64;
+    const int first_query = item().work.first_query + lane_here().group * 64;
     const int end = span.range.upper(min(first_query + 63, p_.q_length - 1));
     const bool skips = span.last_tile > span.first_tile &&
                        (end <= span.last_tile * C::kKeys || first_query >= p_.q_length);
@@ -102,14 +102,14 @@ class Consumer {
     --last_tile_;
     if (plan_.mask_per_key)
       last_tile_ = last_visible(item().marks.visible, last_tile_, span.first_tile);
-    barrier_wait(shared_.k_full(keys_.stage), keys_.round);
-    release(shared_.k_free(keys_.stage));
+    barrier_wait(shared_.k_full(keys_.stage()), keys_.round());
+    release(shared_.k_free(keys_.stage()));
     keys_.advance();
   }
   __device__ __forceinline__ void skip_values() {
     if (last_tile_ == item().span.last_tile) return;
-    barrier_wait(shared_.v_full(values_.stage), values_.round);
-    release(shared_.v_free(values_.stage));
+    barrier_wait(shared_.v_full(values_.stage()), values_.round());
+    release(shared_.v_free(values_.stage()));
     values_.advance();
     begin_turn();
     end_turn();
@@ -120,7 +120,7 @@ class Consumer {
     if constexpr (C::kHoldsQueries) hold_queries();
     const auto& q = operand_queries();
     const Descriptor k = described_keys();
-    barrier_wait(shared_.k_full(keys_.stage), keys_.round);
+    barrier_wait(shared_.k_full(keys_.stage()), keys_.round());
     multiply_keys<T, C>(q, k, scores);
   }
 
@@ -168,7 +168,7 @@ class Consumer {
   // no look at bounds. Made anew each time, which spares registers.
   __device__ __forceinline__ int plain_tiles(int tile) const {
     const Span& span = item().span;
-    const int first_query = item().work.first_query + lane_.group * 64;
+    const int first_query = item().work.first_query + lane_here().group * 64;
     const int last_query = min(first_query + 63, p_.q_length - 1);
     const int begin = (span.range.lower(last_query) + C::kKeys - 1) / C::kKeys;
     const int end =
@@ -183,7 +183,7 @@ class Consumer {
                                        RowState& state) {
     const auto& q = operand_queries();
     const Descriptor k = described_keys(), v = described_values();
-    barrier_wait(shared_.k_full(keys_.stage), keys_.round);
+    barrier_wait(shared_.k_full(keys_.stage()), keys_.round());
     begin_turn();
     multiply_keys<T, C>(q, k, scores);
     if constexpr (kLook == Look::kBounds) {
@@ -191,7 +191,7 @@ class Consumer {
           plan_.mask_per_key ? first_visible(item().marks.visible, tile + 1, last_tile_) : tile + 1;
       wait_for_values(item().span, before);
     } else {
-      barrier_wait(shared_.v_full(values_.stage), values_.round);
+      barrier_wait(shared_.v_full(values_.stage()), values_.round());
     }
     multiply_values<T, C>(p, v, output);
     end_turn();
@@ -211,7 +211,7 @@ class Consumer {
     }
     wait_products<0>();
     fence_registers(output);
-    release(shared_.v_free(values_.stage));
+    release(shared_.v_free(values_.stage()));
     values_.advance();
     pack_scores<T, C>(scores, p);
   }
@@ -227,7 +227,7 @@ class Consumer {
   __device__ __forceinline__ void end_last_values(float (&output)[C::kOutputs]) {
     wait_products<0>();
     fence_registers(output);
-    release(shared_.v_free(values_.stage));
+    release(shared_.v_free(values_.stage()));
     values_.advance();
   }
 
@@ -265,7 +265,7 @@ class Consumer {
   __device__ __forceinline__ void settle_stores() {
     if (C::kQueryStages == 1 || !leaving_) return;
     if (lane_.lane == 0) wait_stores_read();
-    barrier_arrive(shared_.q_free((queries_.stage + C::kQueryStages - 1) % C::kQueryStages));
+    barrier_arrive(shared_.q_free(queries_.stage_before()));
     leaving_ = false;
   }
 
@@ -287,16 +287,16 @@ class Consumer {
       factor = kLook == Look::kBiases ? kLog2e : unit();
       generalise<kLook>(pairs, scores);
     } else if (kLook == Look::kBiases ||
-               (kLook == Look::kBounds && plan_.mask_per_key && *shared_.biased(keys_.stage))) {
-      add_key_biases<C>(lane_here(), factor, 1.f, shared_.biases(keys_.stage), scores);
+               (kLook == Look::kBounds && plan_.mask_per_key && *shared_.biased(keys_.stage()))) {
+      add_key_biases<C>(lane_here(), factor, 1.f, shared_.biases(keys_.stage()), scores);
       factor = 1.f;
     }
-    release(shared_.k_free(keys_.stage));
+    release(shared_.k_free(keys_.stage()));
     keys_.advance();
     if constexpr (kLook == Look::kBounds) {
       const int first_key = tile * C::kKeys;
       const Item& at = item();
-      const int first_query = at.work.first_query + lane_.group * 64;
+      const int first_query = at.work.first_query + lane_here().group * 64;
       const int last_query = min(first_query + 63, p_.q_length - 1);
       if (first_key < at.span.range.lower(last_query) ||
           first_key + C::kKeys > at.span.range.upper(first_query)) {
@@ -353,12 +353,12 @@ class Consumer {
         read(apply);
       }
     };
-    const uint32_t tile = shared_.mask(keys_.stage);
+    const uint32_t tile = shared_.mask(keys_.stage());
     const auto biases = [&](const auto& apply) { read_biases<C>(lane_here(), tile, apply); };
     const auto bytes = [&](const auto& apply) { read_bytes<C>(lane_here(), tile, apply); };
     if (kLook == Look::kBiases) return use(biases, add);
     if (plan_.mask_per_key) {
-      add_key_biases<C>(lane_here(), scale, kLn2, shared_.biases(keys_.stage), scores);
+      add_key_biases<C>(lane_here(), scale, kLn2, shared_.biases(keys_.stage()), scores);
     } else if (p_.mask.data && plan_.mask_bytes != 1) {
       use(biases, add);
     } else {
@@ -374,7 +374,7 @@ class Consumer {
   template <Look kLook>
   __device__ __forceinline__ void read_early(uint32_t (&pairs)[C::kScores / 2]) const {
     if constexpr (kEarlyMasks) {
-      const uint32_t tile = shared_.mask(keys_.stage);
+      const uint32_t tile = shared_.mask(keys_.stage());
       const auto keep = [&](int i, uint32_t pair) { pairs[i] = pair; };
       if (kLook == Look::kBiases || (has_query_mask() && plan_.mask_bytes != 1)) {
         read_biases<C>(lane_, tile, keep);
@@ -392,10 +392,10 @@ class Consumer {
   // Rows of V between the batch entry's length and the tensor's end may hold anything: zeros
   // instead. Each group writes them for itself; they are the same zeros.
   __device__ __forceinline__ void wait_for_values(const Span& span, int tile) {
-    barrier_wait(shared_.v_full(values_.stage), values_.round);
+    barrier_wait(shared_.v_full(values_.stage()), values_.round());
     const int limit = max(span.range.limit - tile * C::kKeys, 0);
     if (limit >= C::kKeys || !ends_early(span)) return;
-    const uint32_t at = shared_.v(values_.stage) + threadIdx.x % 128 % (C::kBoxRow / 16) * 16;
+    const uint32_t at = shared_.v(values_.stage()) + threadIdx.x % 128 % (C::kBoxRow / 16) * 16;
     for (int row = limit + threadIdx.x % 128 / (C::kBoxRow / 16); row < C::kKeys;
          row += 128 / (C::kBoxRow / 16)) {
 #pragma unroll
@@ -424,7 +424,7 @@ class Consumer {
   // Copies the warp's queries to registers, laid out as the A operand.
   __device__ __forceinline__ void hold_queries() {
     const int row = lane_.lane % 16, half = lane_.lane / 16;  // of what this lane addresses
-    const uint32_t at = queries(queries_.stage) + (lane_.warp * 16 + row) * C::kBoxRow;
+    const uint32_t at = queries(queries_.stage()) + (lane_.warp * 16 + row) * C::kBoxRow;
     static_assert(!C::kHoldsQueries || C::kBoxRow == 128);
 #pragma unroll
     for (int d = 0; d < C::kDim; d += 16) {
@@ -438,18 +438,19 @@ class Consumer {
     if constexpr (C::kHoldsQueries) {
       return (held_);
     } else {
-      return described_by_rows<C>(queries(queries_.stage)).uniform();
+      return described_by_rows<C>(queries(queries_.stage())).uniform();
     }
   }
   __device__ __forceinline__ Descriptor described_keys() const {
-    return described_by_rows<C>(shared_.k(keys_.stage)).uniform();
+    return described_by_rows<C>(shared_.k(keys_.stage())).uniform();
   }
   __device__ __forceinline__ Descriptor described_values() const {
-    return described_by_features<C>(shared_.v(values_.stage), shared_.base + C::kOnesAt).uniform();
+    return described_by_features<C>(shared_.v(values_.stage()), shared_.base + C::kOnesAt)
+        .uniform();
   }
 
   // The tile of queries at hand.
-  __device__ __forceinline__ const Item& item() const { return *shared_.item(queries_.stage); }
+  __device__ __forceinline__ const Item& item() const { return *shared_.item(queries_.stage()); }
   __device__ __forceinline__ uint32_t queries(int stage) const {
     return shared_.q(stage) + lane_.group * 64 * C::kBoxRow;
   }
@@ -469,8 +470,8 @@ class Consumer {
   uint32_t held_[C::kHoldsQueries ? C::kDim / 16 : 1][4];  // queries
   int last_tile_;                                          // of keys that this group sees
   bool leaving_ = false;  // rows wait to leave the place of the queries before these
-  Ring<C::kQueryStages> queries_;
-  Ring<C::kStages> keys_, values_;
+  PackedRing<C::kQueryStages> queries_;
+  PackedRing<C::kStages> keys_, values_;
 };
 
 }  // namespace flashonnx::sm90

@@ -105,4 +105,27 @@ struct Ring {
   }
 };
 
+// As well, in one register.
+template <int kStages>
+class PackedRing {
+ public:
+  __device__ __forceinline__ int stage() const {
+    if constexpr (kTwofold) return at_ % kStages;
+    return at_ < kStages ? at_ : at_ - kStages;
+  }
+  __device__ __forceinline__ int stage_before() const {
+    return stage() == 0 ? kStages - 1 : stage() - 1;
+  }
+  __device__ __forceinline__ uint32_t round() const { return at_ / kStages; }
+  __device__ __forceinline__ void advance() {
+    ++at_;
+    if (kTwofold) at_ %= 2 * kStages;
+    if (!kTwofold && at_ == 2 * kStages) at_ = 0;
+  }
+
+ private:
+  static constexpr bool kTwofold = (kStages & (kStages - 1)) == 0;
+  uint32_t at_ = 0;
+};
+
 }  // namespace flashonnx::sm90
