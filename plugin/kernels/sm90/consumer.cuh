@@ -399,7 +399,7 @@ class Consumer {
     for (int row = limit + threadIdx.x % 128 / (C::kBoxRow / 16); row < C::kKeys;
          row += 128 / (C::kBoxRow / 16)) {
 #pragma unroll
-      for (int box = 0; box < C::kBoxes; ++box) {
+      for (int box = 0; box < C::kValueBoxes; ++box) {
         const uint32_t to = at + (box * C::kKeys + row) * C::kBoxRow;
         asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
       }

@@ -31,7 +31,7 @@ __device__ __forceinline__ void store_vectors(const Problem& p, const Lane& lane
     T* const row =
         static_cast<T*>(p.o.data) + work.batch * p.o.batch + work.head * p.o.head + query * p.o.row;
 #pragma unroll
-    for (int n = 0; n < C::kDim / 8; n += 4) {
+    for (int n = 0; n < C::kValueDim / 8; n += 4) {
       uint32_t x[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -54,7 +54,7 @@ __device__ __forceinline__ void stage_rows(const Lane& lane, uint32_t rows, cons
   const int row = lane.lane % 16, half = lane.lane / 16;  // of what this lane addresses
   const int swizzle = C::kBoxRow == 128 ? row % 8 : row / 2 % 4;
 #pragma unroll
-  for (int n = 0; n < C::kDim / 8; n += 2) {
+  for (int n = 0; n < C::kValueDim / 8; n += 2) {
     const uint32_t x[4] = {pack<T>(output[4 * n] * scale[0], output[4 * n + 1] * scale[0]),
                            pack<T>(output[4 * n + 2] * scale[1], output[4 * n + 3] * scale[1]),
                            pack<T>(output[4 * n + 4] * scale[0], output[4 * n + 5] * scale[0]),
@@ -77,7 +77,7 @@ __device__ __forceinline__ void store_elements(const Problem& p, const Lane& lan
     if (query >= p.q_length) continue;
     const int64_t row = work.batch * p.o.batch + work.head * p.o.head + query * p.o.row;
 #pragma unroll
-    for (int n = 0; n < C::kDim / 8; ++n) {
+    for (int n = 0; n < C::kValueDim / 8; ++n) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int feature = 8 * n + 2 * lane.quad + e;
@@ -114,7 +114,7 @@ __device__ __forceinline__ bool finish(const Problem& p, const Plan& plan, const
   for (int h = 0; h < 2; ++h) {
     const int query = work.first_query + lane.first_row() + 8 * h;
     const float summed = !C::kOnes || p.lse.data ? quad_sum(state.sum[h]) : 0.f;
-    const float sum = C::kOnes ? output[C::kDim / 2 + 2 * h] : summed;
+    const float sum = C::kOnes ? output[C::kValueDim / 2 + 2 * h] : summed;
     scale[h] = normaliser(p, work.head, state.maximum[h], sum);
     if (lane.quad == 0 && query < p.q_length)
       store_lse(p, work, query, natural_lse(p, state.maximum[h], summed));
@@ -130,7 +130,7 @@ __device__ __forceinline__ bool finish(const Problem& p, const Plan& plan, const
     if (lane.lane == 0) {
       const int first = work.first_query + lane.group * 64 + lane.warp * 16;
 #pragma unroll
-      for (int box = 0; box < C::kBoxes; ++box) {
+      for (int box = 0; box < C::kValueBoxes; ++box) {
         store_box(&map, rows + box * C::kQueries * C::kBoxRow, box * C::kBox, first, work.head,
                   work.batch);
       }

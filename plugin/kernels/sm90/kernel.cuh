@@ -16,8 +16,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   __syncthreads();
   if (threadIdx.x < 128) {
     give_registers<C::kProducerRegisters>();
-    if (threadIdx.x == 0) {
-      produce<C>(p, plan, schedule, maps, shared);
+    if (threadIdx.x == 0 && !plan.mask_per_key) {
+      produce<C, false>(p, plan, schedule, maps, shared);
+    } else if (threadIdx.x == 0) {
+      produce<C, true>(p, plan, schedule, maps, shared);
     } else if (threadIdx.x / 32 % 2 == 1 && plan.mask_per_key) {
       produce_biases<C>(p, plan, shared);
     } else if (threadIdx.x / 32 == 2 && plan.mask_per_key) {

@@ -14,12 +14,12 @@ struct Maps {
 };
 
 // Copies a tile of kRows rows, box by box.
-template <class C, int kRows>
+template <class C, int kRows, int kBoxes>
 __device__ __forceinline__ void copy_tile(uint32_t shared, const CUtensorMap* map, uint32_t barrier,
                                           int row, int head, int batch) {
-  barrier_arrive_expecting(barrier, kRows * C::kDim * 2);
+  barrier_arrive_expecting(barrier, kRows * kBoxes * C::kBoxRow);
 #pragma unroll
-  for (int box = 0; box < C::kBoxes; ++box) {
+  for (int box = 0; box < kBoxes; ++box) {
     copy_box(shared + box * kRows * C::kBoxRow, map, barrier, box * C::kBox, row, head, batch);
   }
 }
@@ -38,8 +38,8 @@ __device__ __forceinline__ void copy_mask(const Problem& p, const Plan& plan, ui
 }
 
 // K runs one tile ahead of V, from one tile of queries to the next: consumers multiply by the next
-// keys beside their softmax.
-template <class C>
+// keys beside their softmax. `kMarked`: another warp finds the tiles.
+template <class C, bool kMarked>
 __device__ __forceinline__ void produce(const Problem& p, const Plan& plan,
                                         const Schedule& schedule, const Maps& maps,
                                         const Shared<C>& shared) {
@@ -51,71 +51,71 @@ __device__ __forceinline__ void produce(const Problem& p, const Plan& plan,
   const auto copy_due_values = [&] {
     if (values_tile < 0) return;
     barrier_wait(shared.v_free(values.stage), values.round ^ 1);
-    copy_tile<C, C::kKeys>(shared.v(values.stage), &maps.v, shared.v_full(values.stage),
-                           values_tile * C::kKeys, values_of.kv_head, values_of.batch);
+    copy_tile<C, C::kKeys, C::kValueBoxes>(shared.v(values.stage), &maps.v,
+                                           shared.v_full(values.stage), values_tile * C::kKeys,
+                                           values_of.kv_head, values_of.batch);
     values.advance();
     values_tile = -1;
   };
-  const auto hand_out = [&](const Item& next) {
+  const auto hand_out = [&](const Work& work, const Span& span, const Marks* marks) {
     barrier_wait(shared.q_free(queries.stage), queries.round ^ 1);
     Item* const item = shared.item(queries.stage);
-    const Work& work = item->work = next.work;
-    const Span& span = item->span = next.span;
-    if (plan.mask_per_key && work.batch >= 0) {
+    item->work = work, item->span = span;
+    if (kMarked && work.batch >= 0) {
       const int end = min(span.last_tile / 32 + 1, kMarkedTiles / 32);
       for (int i = span.first_tile / 32; i < end; ++i) {
-        item->marks.visible[i] = next.marks.visible[i];
-        item->marks.biased[i] = next.marks.biased[i];
+        item->marks.visible[i] = marks->visible[i];
+        item->marks.biased[i] = marks->biased[i];
       }
     }
     const uint32_t full = shared.q_full(queries.stage);
     if (work.batch >= 0) {
-      copy_tile<C, C::kQueries>(shared.q(queries.stage), &maps.q, full, work.first_query, work.head,
-                                work.batch);
+      copy_tile<C, C::kQueries, C::kBoxes>(shared.q(queries.stage), &maps.q, full, work.first_query,
+                                           work.head, work.batch);
     } else {
       barrier_arrive(full);
     }
     queries.advance();
   };
-  Found<C> found(shared);
-  for (int turn = 0; plan.mask_per_key || turn < schedule.turns; ++turn) {
-    // Where nobody else looks for tiles, a place for them is free.
-    Item* const item = plan.mask_per_key ? found.next() : shared.found(0);
-    if (!plan.mask_per_key) {
-      if (!schedule.work(turn, blockIdx.x, gridDim.x, C::kQueries, &item->work)) continue;
-      item->span = span_of<C>(p, item->work);
-    } else if (item->work.batch < 0) {
-      break;
-    }
-    const Work& work = item->work;
-    const Span& span = item->span;
+  const auto produce_tiles = [&](const Work& work, const Span& span, const Marks* marks) {
     // With one place for queries, the next ones wait until there is nothing left to do with these.
     if (C::kQueryStages == 1) copy_due_values();
     int tile = span.last_tile;
     while (tile >= span.first_tile) {
       barrier_wait(shared.k_free(keys.stage), keys.round ^ 1);
-      if constexpr (C::kGeneral) {
-        if (p.mask.data && !plan.mask_per_key) {
+      if constexpr (C::kGeneral && !kMarked) {
+        if (p.mask.data) {
           barrier_expect(shared.k_full(keys.stage), C::kQueries * C::kKeys * plan.mask_bytes);
           copy_mask<C>(p, plan, shared.mask(keys.stage), &maps.mask, shared.k_full(keys.stage),
                        work, tile * C::kKeys);
         }
       }
-      copy_tile<C, C::kKeys>(shared.k(keys.stage), &maps.k, shared.k_full(keys.stage),
-                             tile * C::kKeys, work.kv_head, work.batch);
+      copy_tile<C, C::kKeys, C::kBoxes>(shared.k(keys.stage), &maps.k, shared.k_full(keys.stage),
+                                        tile * C::kKeys, work.kv_head, work.batch);
       keys.advance();
-      if (tile == span.last_tile) hand_out(*item);
+      if (tile == span.last_tile) hand_out(work, span, marks);
       copy_due_values();
       values_of = work, values_tile = tile;
       --tile;
-      if (plan.mask_per_key) tile = last_visible(item->marks.visible, tile, span.first_tile);
+      if constexpr (kMarked) tile = last_visible(marks->visible, tile, span.first_tile);
     }
-    if (plan.mask_per_key) found.done();
+  };
+  if constexpr (kMarked) {
+    Found<C> found(shared);
+    while (found.next()->work.batch >= 0) {
+      const Item& item = *found.next();
+      produce_tiles(item.work, item.span, &item.marks);
+      found.done();
+    }
+  } else {
+    for (int turn = 0; turn < schedule.turns; ++turn) {
+      Work work;
+      if (!schedule.work(turn, blockIdx.x, gridDim.x, C::kQueries, &work)) continue;
+      produce_tiles(work, span_of<C>(p, work), nullptr);
+    }
   }
   copy_due_values();
-  Item* const last = plan.mask_per_key ? found.next() : shared.found(0);
-  if (!plan.mask_per_key) last->work.batch = -1;
-  hand_out(*last);
+  hand_out({-1, 0, 0, 0}, {}, nullptr);
 }
 
 // By one warp: which tiles of keys each tile of queries sees.

@@ -25,7 +25,9 @@ struct Shared {
   __device__ __forceinline__ uint32_t k(int stage) const {
     return base + C::kQueryStages * C::kQueryBytes + stage * C::kKeyBytes;
   }
-  __device__ __forceinline__ uint32_t v(int stage) const { return k(C::kStages + stage); }
+  __device__ __forceinline__ uint32_t v(int stage) const {
+    return k(C::kStages) + stage * C::kValueBytes;
+  }
   // Of the tile of queries and the stage's keys.
   __device__ __forceinline__ uint32_t mask(int stage) const {
     return base + C::kMaskAt + stage * C::kMaskBytes;
