@@ -25,10 +25,6 @@ _FLOAT32 = [
     Case("decode-q48", heads=(16, 4), q_length=48, kv_length=400, head_dim=128, lengths=(400, 131), is_causal=1),
     Case("decode-q33-window", heads=(8, 2), q_length=33, kv_length=300, head_dim=64, left=40, is_causal=1, sinks=True),
     Case("decode-q64-poison", heads=(4, 2), q_length=64, kv_length=600, head_dim=64, poison=np.nan, lengths=(150, 64)),
-    # Numbers of units that clusters leave idle multiprocessors with: single blocks and the second kernel.
-    *(Case(f"decode-units-{8 * b}", batch=b, heads=(16, 8), q_length=1, kv_length=3400, head_dim=64, is_causal=1,
-           lengths=(3400, 0, 5, 17, 3399, 1000, 64, 3400, 16, 2000, *(3400,) * (b - 10)), gpu=True)
-      for b in (10, 12, 18)),
     # Many units of uneven length.
     Case("decode-96-units", batch=12, heads=(16, 8), q_length=1, kv_length=640, head_dim=64),
     Case("decode-uneven-units-lengths", batch=10, heads=(16, 8), q_length=2, kv_length=900, head_dim=64, is_causal=1,
@@ -62,7 +58,13 @@ _FLOAT32 = [
     Case("decode-score-overflow", heads=(4, 1), q_length=1, kv_length=300, head_dim=64, fill=40.0, scale=1.0),
 ]  # fmt: skip
 
-DECODE = typed(*_FLOAT32)
+# Numbers of units that clusters leave idle multiprocessors with: single blocks and the second kernel.
+_UNITS = [
+    Case(f"decode-units-{8 * b}-{dtype}", dtype=dtype, batch=b, heads=(16, 8), q_length=1, kv_length=3600, head_dim=128,
+         is_causal=1, lengths=(3600, 0, 5, 17, 3599, 1000, 64, 3400, 16, 2000, *(3600,) * (b - 10)), gpu=True)
+    for b, dtype in ((10, "float16"), (12, "bfloat16"), (18, "float16"))
+]  # fmt: skip
+DECODE = [*typed(*_FLOAT32), *_UNITS]
 
 _PAGED = {"heads": (8, 2), "lengths": (299, 0, 130, 17), "q_length": 1, "capacity": 512, "head_dim": 64}
 CACHES = typed_caches(

@@ -122,12 +122,15 @@ Split split_of(const Params& params, const Shape& shape) {
   const bool many = 2 * largest * units < processors * 9 / 10 && tiles >= 64 * largest;
   if (many) return {warps, 2, std::min(wanted / 2, kMaxPartitions)};
   // Clusters of three and more do not find room everywhere: some nine in ten of the places are of
-  // use to them. Where that leaves a fifth of the device idle, and there is much to read, single
-  // blocks, which spread over all of it, and the other kernel are worth their while.
+  // use to them. Where that leaves a fifth of the device idle, and there is much to read (1 MB a
+  // multiprocessor, by one unit alone), single blocks, which spread over all of it, and the other
+  // kernel are worth their while.
   const int64_t resident = halves ? 2 : 1, slots = processors * resident;
   int64_t cluster = std::min(wanted, largest);
   if (cluster > 2) cluster = std::min(cluster, slots * 9 / 10 / units);
-  if (10 * cluster * units < 8 * slots && units * tiles >= 128 * processors) {
+  constexpr int64_t kMuch = 128 * 128;  // tiles times head size
+  if (10 * cluster * units < 8 * slots && rows <= shape.rows &&
+      units * tiles * shape.dim >= kMuch * processors) {
     for (const int64_t blocks : {int64_t{2}, kMaxResident}) {  // on a multiprocessor
       const int64_t fewer = warps_of(shape, params.device.shared_memory, blocks);
       const int64_t parts = std::min(processors * blocks / units, kMaxPartitions);

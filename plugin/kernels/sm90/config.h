@@ -26,8 +26,7 @@ struct Tiling {
   // of another.
   static constexpr bool kTurns = kTurns_;
 
-  // The general kernel: soft cap, and masks that depend on the query, which come with K. Scores
-  // are in powers of 4 there (softmax.cuh).
+  // The general kernel: soft cap, and masks that depend on the query, which come with K.
   static constexpr bool kGeneral = kMasks_;
 
   // Registers of a thread: 65536 for all. Softmax and output live in the consumers'.
@@ -60,14 +59,16 @@ struct Tiling {
   static constexpr int kOutputs = kValueDim / 2 + (kOnes ? 4 : 0);
 
   // Shared memory: the stages of Q, K and V, of a mask, a bias per key of each stage, barriers,
-  // what is to be done with each stage of Q.
+  // what is to be done with each stage of Q, and two places of what was found (visible.cuh).
   static constexpr int kMaskAt = kQueryStages * kQueryBytes + kStages * (kKeyBytes + kValueBytes);
   static constexpr int kOnesAt = kMaskAt + kStages * kMaskBytes;
   static constexpr int kBiasAt = kOnesAt + (kOnes ? 16 * kBoxRow : 0);
   static constexpr int kBarriersAt = kBiasAt + kStages * kKeys * 4;
-  static constexpr int kBarriers = 2 * kQueryStages + 4 * kStages;
+  static constexpr int kBarriers = 2 * kQueryStages + 4 * kStages + 2 * 2;
+  static constexpr int kItemBytes = 160;
   static constexpr int kItemsAt = kBarriersAt + (kBarriers * 8 + kStages * 4 + 15) / 16 * 16;
-  static constexpr int kSharedBytes = kItemsAt + kQueryStages * 48;
+  static constexpr int kFoundAt = kItemsAt + kQueryStages * kItemBytes;
+  static constexpr int kSharedBytes = kFoundAt + 2 * kItemBytes;
   // Dynamic shared memory need not begin at a multiple of what swizzling asks for.
   static constexpr int kAlignment = 1024;
   static_assert(kSharedBytes + kAlignment <= 227 * 1024);

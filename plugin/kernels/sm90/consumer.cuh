@@ -32,15 +32,14 @@ class Consumer {
     pack_scores<T, C>(scores, p);
     while (true) {
       walk(scores, p, output, state);
-      const int stage = queries_.stage;
       if constexpr (C::kQueryStages > 1) {
         // What is shared is read again and again, which spares registers.
-        const auto done = [&]() -> const Item& { return *shared_.item(stage); };
+        const auto done = [&]() -> const Item& { return *shared_.item(queries_.stage_before()); };
         queries_.advance();
         if (!next_item()) {
           begin_last_values(done(), p, output);
           end_last_values(output);
-          finish_item(done(), stage, output, state);
+          finish_item(done(), queries_.stage_before(), output, state);
           settle_stores();
           return;
         }
@@ -54,10 +53,11 @@ class Consumer {
         fence_registers(scores);
         end_last_values(output);
         skip_values();
-        finish_item(done(), stage, output, state);
+        finish_item(done(), queries_.stage_before(), output, state);
         state = next;
       } else {
         // The next queries, and what is to be done with them, come to where these are.
+        const int stage = queries_.stage();
         const Item done = item();
         queries_.advance();
         barrier_arrive(shared_.q_free(stage));
@@ -85,7 +85,7 @@ class Consumer {
 
   // Waits for the next tile of queries; false if there is none.
   __device__ __forceinline__ bool next_item() {
-    barrier_wait(shared_.q_full(queries_.stage), queries_.round);
+    barrier_wait(shared_.q_full(queries_.stage()), queries_.round());
     return item().work.batch >= 0;
   }
 
@@ -93,20 +93,23 @@ class Consumer {
   // tile cannot be let go of here: the producer would wait for this group to use the values before.
   __device__ __forceinline__ void skip_keys() {
     const Span& span = item().span;
-    const int first_query = item().work.first_query + lane_.group * 64;
+    const int first_query = item().work.first_query + lane_here().group * 64;
     const int end = span.range.upper(min(first_query + 63, p_.q_length - 1));
     const bool skips = span.last_tile > span.first_tile &&
                        (end <= span.last_tile * C::kKeys || first_query >= p_.q_length);
-    last_tile_ = span.last_tile - skips;
+    last_tile_ = span.last_tile;
     if (!skips) return;
-    barrier_wait(shared_.k_full(keys_.stage), keys_.round);
-    release(shared_.k_free(keys_.stage));
+    --last_tile_;
+    if (plan_.mask_per_key)
+      last_tile_ = last_visible(item().marks.visible, last_tile_, span.first_tile);
+    barrier_wait(shared_.k_full(keys_.stage()), keys_.round());
+    release(shared_.k_free(keys_.stage()));
     keys_.advance();
   }
   __device__ __forceinline__ void skip_values() {
     if (last_tile_ == item().span.last_tile) return;
-    barrier_wait(shared_.v_full(values_.stage), values_.round);
-    release(shared_.v_free(values_.stage));
+    barrier_wait(shared_.v_full(values_.stage()), values_.round());
+    release(shared_.v_free(values_.stage()));
     values_.advance();
     begin_turn();
     end_turn();
@@ -117,22 +120,28 @@ class Consumer {
     if constexpr (C::kHoldsQueries) hold_queries();
     const auto& q = operand_queries();
     const Descriptor k = described_keys();
-    barrier_wait(shared_.k_full(keys_.stage), keys_.round);
+    barrier_wait(shared_.k_full(keys_.stage()), keys_.round());
     multiply_keys<T, C>(q, k, scores);
   }
+
+  // What a step has to look at: everything; a mask's biases alone, of keys or, in the general
+  // kernel, of Q's type with a row per query; no bounds, and in the plain kernel no mask either.
+  enum class Look { kBounds, kBiases, kNone };
 
   // From P of the last tile of keys to P of the first one. Its product with V is left to do.
   __device__ __forceinline__ void walk(float (&scores)[C::kScores], uint32_t (&p)[C::kScores / 2],
                                        float (&output)[C::kOutputs], RowState& state) {
     int tile = last_tile_ - 1;
     while (tile >= item().span.first_tile) {
-      const int plain = plain_tiles(tile);
+      int plain = plain_tiles(tile);
+      bool biased = C::kGeneral && query_biases();
+      if (plan_.mask_per_key) plain = min(plain, next_visible(tile, biased));
       if (plain <= 0) {
         step<Look::kBounds>(tile--, scores, p, output, state);
         continue;
       }
       tile -= plain;
-      if (!C::kGeneral && plan_.mask_per_key) {
+      if (biased) {
         for (int i = 0; i < plain; ++i) step<Look::kBiases>(0, scores, p, output, state);
       } else {
         for (int i = 0; i < plain; ++i) step<Look::kNone>(0, scores, p, output, state);
@@ -141,20 +150,31 @@ class Consumer {
     settle_stores();
   }
 
+  // Goes on to the next tile that is not hidden. Returns how many from there on are either biased
+  // or not; none if one was left out, as the values of the tile before that may need a look at
+  // bounds.
+  __device__ __forceinline__ int next_visible(int& tile, bool& biased) const {
+    const Marks& marks = item().marks;
+    const int visible = last_visible(marks.visible, tile, item().span.first_tile);
+    const bool skips = visible != tile;
+    tile = visible;
+    bool has_biases;
+    const int run = visible_run(marks, tile, &has_biases);
+    if (!C::kGeneral) biased = has_biases;
+    return skips ? 0 : run;
+  }
+
   // How many tiles from this one on are plain: they, and the values of the tiles after them, need
   // no look at bounds. Made anew each time, which spares registers.
   __device__ __forceinline__ int plain_tiles(int tile) const {
     const Span& span = item().span;
-    const int first_query = item().work.first_query + lane_.group * 64;
+    const int first_query = item().work.first_query + lane_here().group * 64;
     const int last_query = min(first_query + 63, p_.q_length - 1);
     const int begin = (span.range.lower(last_query) + C::kKeys - 1) / C::kKeys;
     const int end =
         min(span.range.upper(first_query) / C::kKeys, last_tile_ - (ends_early(span) ? 1 : 0));
     return tile < end ? tile - max(begin, span.first_tile) + 1 : 0;
   }
-
-  // What a step has to look at: bounds and biases, biases alone, neither.
-  enum class Look { kBounds, kBiases, kNone };
 
   // One tile of keys: its Q K^T beside P V of the tile before, then its softmax.
   template <Look kLook>
@@ -163,20 +183,24 @@ class Consumer {
                                        RowState& state) {
     const auto& q = operand_queries();
     const Descriptor k = described_keys(), v = described_values();
-    barrier_wait(shared_.k_full(keys_.stage), keys_.round);
+    barrier_wait(shared_.k_full(keys_.stage()), keys_.round());
     begin_turn();
     multiply_keys<T, C>(q, k, scores);
     if constexpr (kLook == Look::kBounds) {
-      wait_for_values(item().span, tile + 1);
+      const int before =
+          plan_.mask_per_key ? first_visible(item().marks.visible, tile + 1, last_tile_) : tile + 1;
+      wait_for_values(item().span, before);
     } else {
-      barrier_wait(shared_.v_full(values_.stage), values_.round);
+      barrier_wait(shared_.v_full(values_.stage()), values_.round());
     }
     multiply_values<T, C>(p, v, output);
     end_turn();
     settle_stores();
+    uint32_t pairs[C::kScores / 2];
+    read_early<kLook>(pairs);
     wait_products<1>();
     fence_registers(scores);
-    const Raise raise = weigh<kLook>(tile, scores, state);
+    const Raise raise = weigh<kLook>(tile, pairs, scores, state);
     fence_registers(scores);
     // The branch keeps exponentials before the wait for the products that they are meant to run
     // beside: the assembler puts them off otherwise.
@@ -187,7 +211,7 @@ class Consumer {
     }
     wait_products<0>();
     fence_registers(output);
-    release(shared_.v_free(values_.stage));
+    release(shared_.v_free(values_.stage()));
     values_.advance();
     pack_scores<T, C>(scores, p);
   }
@@ -203,7 +227,7 @@ class Consumer {
   __device__ __forceinline__ void end_last_values(float (&output)[C::kOutputs]) {
     wait_products<0>();
     fence_registers(output);
-    release(shared_.v_free(values_.stage));
+    release(shared_.v_free(values_.stage()));
     values_.advance();
   }
 
@@ -212,16 +236,17 @@ class Consumer {
   __device__ __forceinline__ void finish_item(const Item& item, int stage,
                                               const float (&output)[C::kOutputs],
                                               const RowState& state) {
+    const Lane lane = lane_here();
     const bool may_be_masked = p_.mask.data || p_.left >= 0 || p_.right >= 0;
     bool careful = !C::kGeneral && overflowed(state);
     if (may_be_masked) careful |= holds_nan<C>(output);
     bool leaving = false;
     if (__any_sync(0xffffffffu, careful)) {
-      attend_carefully<T, C>(p_, plan_, item.work, first_query_of_warp(item.work), lane_.lane);
+      attend_carefully<T, C>(p_, plan_, item.work, first_query_of_warp(item.work), lane.lane);
     } else {
-      const uint32_t rows = queries(stage) + lane_.warp * 16 * C::kBoxRow;
+      const uint32_t rows = queries(stage) + lane.warp * 16 * C::kBoxRow;
       leaving =
-          finish<T, C>(p_, plan_, o_map_, lane_, item.work, rows, in_powers_of_2(state), output);
+          finish<T, C>(p_, plan_, o_map_, lane, item.work, rows, in_powers_of_2(state), output);
     }
     if constexpr (C::kQueryStages > 1) {
       leaving_ = leaving;
@@ -229,10 +254,10 @@ class Consumer {
     }
   }
 
-  __device__ __forceinline__ static RowState in_powers_of_2(RowState state) {
+  __device__ __forceinline__ RowState in_powers_of_2(RowState state) const {
 #pragma unroll
     for (int h = 0; C::kGeneral && h < 2; ++h)
-      state.maximum[h] = fmaxf(2.f * state.maximum[h], -FLT_MAX);
+      state.maximum[h] = fmaxf(unit() * state.maximum[h], -FLT_MAX);
     return state;
   }
 
@@ -240,44 +265,48 @@ class Consumer {
   __device__ __forceinline__ void settle_stores() {
     if (C::kQueryStages == 1 || !leaving_) return;
     if (lane_.lane == 0) wait_stores_read();
-    barrier_arrive(shared_.q_free((queries_.stage + C::kQueryStages - 1) % C::kQueryStages));
+    barrier_arrive(shared_.q_free(queries_.stage_before()));
     leaving_ = false;
   }
 
   // Scores of the last tile of keys, the first that is met.
   __device__ __forceinline__ RowState weigh_first(float (&scores)[C::kScores]) {
     RowState state = {{-FLT_MAX, -FLT_MAX}, {0.f, 0.f}};
-    weigh(last_tile_, scores, state);
+    uint32_t pairs[C::kScores / 2];
+    read_early<Look::kBounds>(pairs);
+    weigh<Look::kBounds>(last_tile_, pairs, scores, state);
     return state;
   }
 
   // From scores to P, in place. Lets go of the tile of K.
-  template <Look kLook = Look::kBounds>
-  __device__ __forceinline__ Raise weigh(int tile, float (&scores)[C::kScores], RowState& state) {
+  template <Look kLook>
+  __device__ __forceinline__ Raise weigh(int tile, const uint32_t (&pairs)[C::kScores / 2],
+                                         float (&scores)[C::kScores], RowState& state) {
     float factor = plan_.factor;
     if constexpr (C::kGeneral) {
-      generalise(scores);
-      factor = 1.f;
-    } else if (kLook != Look::kNone && plan_.mask_per_key && *shared_.biased(keys_.stage)) {
-      add_key_biases<C>(lane_, factor, 1.f, shared_.biases(keys_.stage), scores);
+      factor = kLook == Look::kBiases ? kLog2e : unit();
+      generalise<kLook>(pairs, scores);
+    } else if (kLook == Look::kBiases ||
+               (kLook == Look::kBounds && plan_.mask_per_key && *shared_.biased(keys_.stage()))) {
+      add_key_biases<C>(lane_here(), factor, 1.f, shared_.biases(keys_.stage()), scores);
       factor = 1.f;
     }
-    release(shared_.k_free(keys_.stage));
+    release(shared_.k_free(keys_.stage()));
     keys_.advance();
     if constexpr (kLook == Look::kBounds) {
       const int first_key = tile * C::kKeys;
       const Item& at = item();
-      const int first_query = at.work.first_query + lane_.group * 64;
+      const int first_query = at.work.first_query + lane_here().group * 64;
       const int last_query = min(first_query + 63, p_.q_length - 1);
       if (first_key < at.span.range.lower(last_query) ||
           first_key + C::kKeys > at.span.range.upper(first_query)) {
-        apply_bounds<C>(at.span.range, lane_, at.work.first_query, first_key, scores);
+        apply_bounds<C>(at.span.range, lane_here(), at.work.first_query, first_key, scores);
       }
     }
     Raise raise;
     if constexpr (C::kGeneral) {
       raise = raise_maxima<C>(scores, factor, state);
-      exponentiate_fours<C>(scores, state);
+      exponentiate_general<C>(factor, scores, state);
     } else if constexpr (kLook == Look::kNone) {
       raise = exponentiate_first<C>(factor, scores, state);
     } else {
@@ -289,23 +318,69 @@ class Consumer {
     return raise;
   }
 
-  // Scale, soft cap and mask: scores in powers of 4.
-  __device__ __forceinline__ void generalise(float (&scores)[C::kScores]) {
-    float factor = plan_.factor / 2;
-    if (p_.softcap > 0.f) {
-      cap_scores<C>(plan_, scores);
-      factor = 1.f;
-    }
-    const uint32_t tile = shared_.mask(keys_.stage);
-    if (plan_.mask_per_key) {
-      add_key_biases<C>(lane_, factor, .5f, shared_.biases(keys_.stage), scores);
-    } else if (!p_.mask.data) {
+  // Of the general kernel: whether products stay as they are, as there is nothing to add to them.
+  __device__ __forceinline__ bool bare_products() const {
+    const bool biases = p_.mask.data && (plan_.mask_per_key || plan_.mask_bytes != 1);
+    return !biases && !(p_.softcap > 0.f) && p_.scale > 0.f;
+  }
+  // What its scores are multiplied by to be powers of 2.
+  __device__ __forceinline__ float unit() const { return bare_products() ? plan_.factor : kLog2e; }
+  __device__ __forceinline__ bool has_query_mask() const {
+    return p_.mask.data && !plan_.mask_per_key;
+  }
+  // Whether a mask of Q's type with a row per query is all that it has to see to.
+  __device__ __forceinline__ bool query_biases() const {
+    return has_query_mask() && plan_.mask_bytes != 1 && !(p_.softcap > 0.f);
+  }
+
+  // Where there are registers for it, a mask with a row per query is read while products are made.
+  static constexpr bool kEarlyMasks = C::kGeneral && C::kGroups == 2;
+
+  // Scale, soft cap and mask. `pairs`: what was read early.
+  template <Look kLook>
+  __device__ __forceinline__ void generalise(const uint32_t (&pairs)[C::kScores / 2],
+                                             float (&scores)[C::kScores]) {
+    const bool capped = kLook != Look::kBiases && p_.softcap > 0.f;
+    if (capped) cap_scores<C>(plan_.cap_in, p_.softcap, scores);
+    const float scale = capped ? 1.f : p_.scale;
+    const auto add = [&](int i, uint32_t pair) { add_biases<T>(scale, pair, scores + 2 * i); };
+    const auto select = [&](int i, uint32_t pair) { select_by_bytes(pair, scores + 2 * i); };
+    const auto use = [&](const auto& read, const auto& apply) {
+      if constexpr (kEarlyMasks) {
 #pragma unroll
-      for (int i = 0; i < C::kScores; ++i) scores[i] *= factor;
-    } else if (plan_.mask_bytes == 1) {
-      select_by_bytes<C>(lane_, factor, tile, scores);
+        for (int i = 0; i < C::kScores / 2; ++i) apply(i, pairs[i]);
+      } else {
+        read(apply);
+      }
+    };
+    const uint32_t tile = shared_.mask(keys_.stage());
+    const auto biases = [&](const auto& apply) { read_biases<C>(lane_here(), tile, apply); };
+    const auto bytes = [&](const auto& apply) { read_bytes<C>(lane_here(), tile, apply); };
+    if (kLook == Look::kBiases) return use(biases, add);
+    if (plan_.mask_per_key) {
+      add_key_biases<C>(lane_here(), scale, kLn2, shared_.biases(keys_.stage()), scores);
+    } else if (p_.mask.data && plan_.mask_bytes != 1) {
+      use(biases, add);
     } else {
-      add_biases<T, C>(lane_, factor, tile, scores);
+      if (!(scale > 0.f)) {
+#pragma unroll
+        for (int i = 0; i < C::kScores; ++i) scores[i] *= scale;
+      }
+      if (p_.mask.data) use(bytes, select);
+    }
+  }
+
+  // Reads a mask's part for a tile of keys that has come.
+  template <Look kLook>
+  __device__ __forceinline__ void read_early(uint32_t (&pairs)[C::kScores / 2]) const {
+    if constexpr (kEarlyMasks) {
+      const uint32_t tile = shared_.mask(keys_.stage());
+      const auto keep = [&](int i, uint32_t pair) { pairs[i] = pair; };
+      if (kLook == Look::kBiases || (has_query_mask() && plan_.mask_bytes != 1)) {
+        read_biases<C>(lane_, tile, keep);
+      } else if (has_query_mask()) {
+        read_bytes<C>(lane_, tile, keep);
+      }
     }
   }
 
@@ -317,10 +392,10 @@ class Consumer {
   // Rows of V between the batch entry's length and the tensor's end may hold anything: zeros
   // instead. Each group writes them for itself; they are the same zeros.
   __device__ __forceinline__ void wait_for_values(const Span& span, int tile) {
-    barrier_wait(shared_.v_full(values_.stage), values_.round);
+    barrier_wait(shared_.v_full(values_.stage()), values_.round());
     const int limit = max(span.range.limit - tile * C::kKeys, 0);
     if (limit >= C::kKeys || !ends_early(span)) return;
-    const uint32_t at = shared_.v(values_.stage) + threadIdx.x % 128 % (C::kBoxRow / 16) * 16;
+    const uint32_t at = shared_.v(values_.stage()) + threadIdx.x % 128 % (C::kBoxRow / 16) * 16;
     for (int row = limit + threadIdx.x % 128 / (C::kBoxRow / 16); row < C::kKeys;
          row += 128 / (C::kBoxRow / 16)) {
 #pragma unroll
@@ -349,7 +424,7 @@ class Consumer {
   // Copies the warp's queries to registers, laid out as the A operand.
   __device__ __forceinline__ void hold_queries() {
     const int row = lane_.lane % 16, half = lane_.lane / 16;  // of what this lane addresses
-    const uint32_t at = queries(queries_.stage) + (lane_.warp * 16 + row) * C::kBoxRow;
+    const uint32_t at = queries(queries_.stage()) + (lane_.warp * 16 + row) * C::kBoxRow;
     static_assert(!C::kHoldsQueries || C::kBoxRow == 128);
 #pragma unroll
     for (int d = 0; d < C::kDim; d += 16) {
@@ -363,23 +438,28 @@ class Consumer {
     if constexpr (C::kHoldsQueries) {
       return (held_);
     } else {
-      return described_by_rows<C>(queries(queries_.stage)).uniform();
+      return described_by_rows<C>(queries(queries_.stage())).uniform();
     }
   }
   __device__ __forceinline__ Descriptor described_keys() const {
-    return described_by_rows<C>(shared_.k(keys_.stage)).uniform();
+    return described_by_rows<C>(shared_.k(keys_.stage())).uniform();
   }
   __device__ __forceinline__ Descriptor described_values() const {
-    return described_by_features<C>(shared_.v(values_.stage), shared_.base + C::kOnesAt).uniform();
+    return described_by_features<C>(shared_.v(values_.stage()), shared_.base + C::kOnesAt)
+        .uniform();
   }
 
   // The tile of queries at hand.
-  __device__ __forceinline__ const Item& item() const { return *shared_.item(queries_.stage); }
+  __device__ __forceinline__ const Item& item() const { return *shared_.item(queries_.stage()); }
   __device__ __forceinline__ uint32_t queries(int stage) const {
     return shared_.q(stage) + lane_.group * 64 * C::kBoxRow;
   }
+  // Where registers are few, what is not used in every step is not kept in them.
+  __device__ __forceinline__ Lane lane_here() const {
+    return C::kGroups == 3 ? lane_.anew() : lane_;
+  }
   __device__ __forceinline__ int first_query_of_warp(const Work& work) const {
-    return work.first_query + lane_.group * 64 + lane_.warp * 16;
+    return work.first_query + lane_.group * 64 + lane_here().warp * 16;
   }
 
   const Problem& p_;
@@ -390,8 +470,8 @@ class Consumer {
   uint32_t held_[C::kHoldsQueries ? C::kDim / 16 : 1][4];  // queries
   int last_tile_;                                          // of keys that this group sees
   bool leaving_ = false;  // rows wait to leave the place of the queries before these
-  Ring<C::kQueryStages> queries_;
-  Ring<C::kStages> keys_, values_;
+  PackedRing<C::kQueryStages> queries_;
+  PackedRing<C::kStages> keys_, values_;
 };
 
 }  // namespace flashonnx::sm90

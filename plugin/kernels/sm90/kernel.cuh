@@ -16,13 +16,16 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   __syncthreads();
   if (threadIdx.x < 128) {
     give_registers<C::kProducerRegisters>();
-    if (threadIdx.x == 0) {
-      produce<C>(p, plan, schedule, maps, shared);
-    } else if (threadIdx.x / 32 == 1 && plan.mask_per_key) {
-      produce_biases<C>(p, plan, schedule, shared);
-    } else if (threadIdx.x / 32 == 2) {
-      store_empty_tiles<T, C>(p, schedule);
+    if (threadIdx.x == 0 && !plan.mask_per_key) {
+      produce<C, false>(p, plan, schedule, maps, shared);
+    } else if (threadIdx.x == 0) {
+      produce<C, true>(p, plan, schedule, maps, shared);
+    } else if (threadIdx.x / 32 % 2 == 1 && plan.mask_per_key) {
+      produce_biases<C>(p, plan, shared);
+    } else if (threadIdx.x / 32 == 2 && plan.mask_per_key) {
+      find_tiles<C>(p, plan, schedule, shared);
     }
+    if (threadIdx.x / 32 == 3) store_empty_tiles<T, C>(p, schedule);
   } else {
     take_registers<C::kConsumerRegisters>();
     Consumer<T, C>(p, plan, maps.o, shared).run();

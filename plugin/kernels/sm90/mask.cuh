@@ -26,13 +26,12 @@ __device__ __forceinline__ void add_key_biases(const Lane& lane, float factor, f
   }
 }
 
-// The soft cap: scores in powers of 4.
+// The soft cap.
 template <class C>
-__device__ __forceinline__ void cap_scores(const Plan& plan, float (&scores)[C::kScores]) {
-  const float cap_out = plan.cap_out / 2;
+__device__ __forceinline__ void cap_scores(float cap_in, float cap, float (&scores)[C::kScores]) {
 #pragma unroll
   for (int i = 0; i < C::kScores; ++i) {
-    scores[i] = cap_out * tanh_approximate(plan.cap_in * scores[i]);
+    scores[i] = cap * tanh_approximate(cap_in * scores[i]);
     // One after the other: side by side they would want more registers than there are.
     if (i % 8 == 7) fence_registers(scores);
   }
@@ -48,49 +47,49 @@ __device__ __forceinline__ float2 unpack(uint32_t pair) {
   }
 }
 
-// scores = factor * scores + mask, in powers of 4, from the warp's rows of a tile in shared memory:
-// boxes of 64 keys of Q's type with swizzled rows of 128 bytes.
-template <class T, class C>
-__device__ __forceinline__ void add_biases(const Lane& lane, float factor, uint32_t tile,
-                                           float (&scores)[C::kScores]) {
-  const int row = lane.group * 64 + lane.warp * 16 + lane.lane % 16;
+// Reads the warp's rows of a mask of Q's type, from a tile in shared memory: boxes of 64 keys with
+// swizzled rows of 128 bytes. `use` is called with i and the pair for scores 2 i and 2 i + 1.
+template <class C, class Use>
+__device__ __forceinline__ void read_biases(const Lane& lane, uint32_t tile, const Use& use) {
+  const int row = (lane.group * 64 + lane.warp * 16 + lane.lane % 16);
+  const uint32_t first = tile + row * 128 + (lane.lane / 16 ^ row % 8) * 16;
 #pragma unroll
   for (int n = 0; n < C::kScores / 4; n += 2) {
-    const int chunk = (n % 8 + lane.lane / 16) ^ row % 8;
     uint32_t x[4];
-    load_matrices(x, tile + n / 8 * C::kQueries * 128 + row * 128 + chunk * 16);
+    load_matrices(x, (first ^ n % 8 * 16) + n / 8 * C::kQueries * 128);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float* const score = scores + 4 * (n + i / 2) + 2 * (i % 2);
-      const float2 bias = unpack<T>(x[i]);
-      score[0] = fmaf(score[0], factor, bias.x * (kLog2e / 2));
-      score[1] = fmaf(score[1], factor, bias.y * (kLog2e / 2));
-    }
+    for (int i = 0; i < 4; ++i) use(2 * n + i, x[i]);
   }
 }
 
-// As well where a mask of bytes is not 0, else -infinity: one box, with swizzled rows of kKeys
-// bytes.
-template <class C>
-__device__ __forceinline__ void select_by_bytes(const Lane& lane, float factor, uint32_t tile,
-                                                float (&scores)[C::kScores]) {
+// As well of a mask of bytes: one box, with swizzled rows of kKeys bytes.
+template <class C, class Use>
+__device__ __forceinline__ void read_bytes(const Lane& lane, uint32_t tile, const Use& use) {
   constexpr int kChunks = C::kKeys / 16;
   static_assert(kChunks == 8 || kChunks == 4);
-  const int row = lane.first_row();
+  const int row = (lane.first_row());
   const int swizzle = kChunks == 8 ? row % 8 : row / 2 % 4;
+  const uint32_t first = tile + row * C::kKeys + swizzle * 16 + 2 * lane.quad;
 #pragma unroll
-  for (int n = 0; n < C::kScores / 4; ++n) {
-    const uint32_t at =
-        tile + row * C::kKeys + ((n / 2) ^ swizzle) * 16 + n % 2 * 8 + 2 * lane.quad;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      uint16_t pair;
-      asm volatile("ld.shared.u16 %0, [%1];" : "=h"(pair) : "r"(at + h * 8 * C::kKeys));
-      float* const score = scores + 4 * n + 2 * h;
-      score[0] = (pair & 0xff) != 0 ? score[0] * factor : -INFINITY;
-      score[1] = (pair & 0xff00) != 0 ? score[1] * factor : -INFINITY;
-    }
+  for (int i = 0; i < C::kScores / 2; ++i) {
+    const uint32_t at = (first ^ i / 4 * 16) + i / 2 % 2 * 8 + i % 2 * 8 * C::kKeys;
+    uint16_t pair;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(pair) : "r"(at));
+    use(i, uint32_t{pair});
   }
+}
+
+// Two scores and their biases.
+template <class T>
+__device__ __forceinline__ void add_biases(float scale, uint32_t pair, float* score) {
+  const float2 bias = unpack<T>(pair);
+  score[0] = fmaf(score[0], scale, bias.x);
+  score[1] = fmaf(score[1], scale, bias.y);
+}
+// -infinity where a byte is 0.
+__device__ __forceinline__ void select_by_bytes(uint32_t pair, float* score) {
+  if ((pair & 0xff) == 0) score[0] = -INFINITY;
+  if ((pair & 0xff00) == 0) score[1] = -INFINITY;
 }
 
 template <class C>
@@ -99,7 +98,7 @@ __device__ __forceinline__ void apply_bounds(const KeyRange& range, const Lane& 
                                              float (&scores)[C::kScores]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int query = first_query + lane.first_row() + 8 * h;
+    const int query = (first_query + lane.first_row()) + 8 * h;
     const int lower = range.lower(query);
     const unsigned seen = max(range.upper(query) - lower, 0);
     const int first = first_key + 2 * lane.quad - lower;

@@ -5,7 +5,7 @@
 #include "kernels/common/bias.cuh"
 #include "kernels/sm90/careful.cuh"
 #include "kernels/sm90/schedule.h"
-#include "kernels/sm90/shared.cuh"
+#include "kernels/sm90/visible.cuh"
 
 namespace flashonnx::sm90 {
 
@@ -38,8 +38,8 @@ __device__ __forceinline__ void copy_mask(const Problem& p, const Plan& plan, ui
 }
 
 // K runs one tile ahead of V, from one tile of queries to the next: consumers multiply by the next
-// keys beside their softmax.
-template <class C>
+// keys beside their softmax. `kMarked`: another warp finds the tiles.
+template <class C, bool kMarked>
 __device__ __forceinline__ void produce(const Problem& p, const Plan& plan,
                                         const Schedule& schedule, const Maps& maps,
                                         const Shared<C>& shared) {
@@ -57,9 +57,17 @@ __device__ __forceinline__ void produce(const Problem& p, const Plan& plan,
     values.advance();
     values_tile = -1;
   };
-  const auto hand_out = [&](const Work& work, const Span& span) {
+  const auto hand_out = [&](const Work& work, const Span& span, const Marks* marks) {
     barrier_wait(shared.q_free(queries.stage), queries.round ^ 1);
-    *shared.item(queries.stage) = {work, span};
+    Item* const item = shared.item(queries.stage);
+    item->work = work, item->span = span;
+    if (kMarked && work.batch >= 0) {
+      const int end = min(span.last_tile / 32 + 1, kMarkedTiles / 32);
+      for (int i = span.first_tile / 32; i < end; ++i) {
+        item->marks.visible[i] = marks->visible[i];
+        item->marks.biased[i] = marks->biased[i];
+      }
+    }
     const uint32_t full = shared.q_full(queries.stage);
     if (work.batch >= 0) {
       copy_tile<C, C::kQueries, C::kBoxes>(shared.q(queries.stage), &maps.q, full, work.first_query,
@@ -69,16 +77,14 @@ __device__ __forceinline__ void produce(const Problem& p, const Plan& plan,
     }
     queries.advance();
   };
-  for (int turn = 0; turn < schedule.turns; ++turn) {
-    Work work;
-    if (!schedule.work(turn, blockIdx.x, gridDim.x, C::kQueries, &work)) continue;
-    const Span span = span_of<C>(p, work);
+  const auto produce_tiles = [&](const Work& work, const Span& span, const Marks* marks) {
     // With one place for queries, the next ones wait until there is nothing left to do with these.
     if (C::kQueryStages == 1) copy_due_values();
-    for (int tile = span.last_tile; tile >= span.first_tile; --tile) {
+    int tile = span.last_tile;
+    while (tile >= span.first_tile) {
       barrier_wait(shared.k_free(keys.stage), keys.round ^ 1);
-      if constexpr (C::kGeneral) {
-        if (p.mask.data && !plan.mask_per_key) {
+      if constexpr (C::kGeneral && !kMarked) {
+        if (p.mask.data) {
           barrier_expect(shared.k_full(keys.stage), C::kQueries * C::kKeys * plan.mask_bytes);
           copy_mask<C>(p, plan, shared.mask(keys.stage), &maps.mask, shared.k_full(keys.stage),
                        work, tile * C::kKeys);
@@ -87,54 +93,109 @@ __device__ __forceinline__ void produce(const Problem& p, const Plan& plan,
       copy_tile<C, C::kKeys, C::kBoxes>(shared.k(keys.stage), &maps.k, shared.k_full(keys.stage),
                                         tile * C::kKeys, work.kv_head, work.batch);
       keys.advance();
-      if (tile == span.last_tile) hand_out(work, span);
+      if (tile == span.last_tile) hand_out(work, span, marks);
       copy_due_values();
       values_of = work, values_tile = tile;
+      --tile;
+      if constexpr (kMarked) tile = last_visible(marks->visible, tile, span.first_tile);
+    }
+  };
+  if constexpr (kMarked) {
+    Found<C> found(shared);
+    while (found.next()->work.batch >= 0) {
+      const Item& item = *found.next();
+      produce_tiles(item.work, item.span, &item.marks);
+      found.done();
+    }
+  } else {
+    for (int turn = 0; turn < schedule.turns; ++turn) {
+      Work work;
+      if (!schedule.work(turn, blockIdx.x, gridDim.x, C::kQueries, &work)) continue;
+      produce_tiles(work, span_of<C>(p, work), nullptr);
     }
   }
   copy_due_values();
-  hand_out({-1, 0, 0, 0}, {});
+  hand_out({-1, 0, 0, 0}, {}, nullptr);
 }
 
-// What the mask adds to the scores of each key of the stages of K, by one warp.
+// By one warp: which tiles of keys each tile of queries sees.
+template <class C>
+__device__ __forceinline__ void find_tiles(const Problem& p, const Plan& plan,
+                                           const Schedule& schedule, const Shared<C>& shared) {
+  const bool first_lane = threadIdx.x % 32 == 0;
+  if (threadIdx.x % 32 < 2) shared.found(threadIdx.x % 2)->marks.owner = -1;
+  uint32_t count = 0;
+  for (int turn = 0; turn <= schedule.turns; ++turn) {
+    Work work = {-1, 0, 0, 0};
+    const int blocks = forgotten(gridDim.x);
+    if (turn < schedule.turns && !schedule.work(turn, blockIdx.x, blocks, C::kQueries, &work))
+      continue;
+    const int owner = (p.mask.batch != 0 || p.key_lengths ? work.batch : 0) * int(p.q_heads) +
+                      (p.mask.head != 0 ? work.head : 0);
+    barrier_wait(shared.found_free(count % 2), count / 2 % 2 ^ 1);
+    Item* const item = shared.found(count % 2);
+    __syncwarp();
+    const bool known = item->marks.owner == owner;
+    __syncwarp();
+    if (first_lane) item->work = work, item->marks.owner = owner;
+    __syncwarp();
+    if (!known && item->work.batch >= 0) find_marks<C>(p, plan, item->work, &item->marks);
+    __syncwarp();
+    if (first_lane && item->work.batch >= 0) {
+      Span& span = item->span = span_of<C>(forgotten(p), item->work);
+      const int last = last_visible(item->marks.visible, span.last_tile, span.first_tile);
+      const bool all_hidden = last < span.first_tile && span.first_tile <= span.last_tile;
+      span.last_tile = all_hidden ? span.first_tile : last;
+      // Consumers see to the rows if all keys are hidden: they get a tile all the same.
+      if (all_hidden) item->marks.visible[span.last_tile / 32] |= 1u << span.last_tile % 32;
+      span.first_tile = first_visible(item->marks.visible, span.first_tile, span.last_tile);
+    }
+    barrier_arrive(shared.found_full(count++ % 2));
+  }
+}
+
+// What the mask adds to the scores of each key of the stages of K, by two warps in turns: one needs
+// longer for a tile than consumers do.
 template <class C>
 __device__ __forceinline__ void produce_biases(const Problem& p, const Plan& plan,
-                                               const Schedule& schedule, const Shared<C>& shared) {
+                                               const Shared<C>& shared) {
   constexpr int kPerLane = (C::kKeys + 31) / 32;
   const int lane = threadIdx.x % 32;
+  Found<C> found(shared);
   Ring<C::kStages> ring;
-  for (int turn = 0; turn < schedule.turns; ++turn) {
-    Work work;
-    if (!schedule.work(turn, blockIdx.x, gridDim.x, C::kQueries, &work)) continue;
-    const Span span = span_of<C>(p, work);
-    const char* const row = mask_element(p, plan, work.batch, work.head, 0, 0);
-    for (int tile = span.last_tile; tile >= span.first_tile; --tile) {
-      uint32_t bits[kPerLane];
+  bool mine = threadIdx.x / 32 == 1;
+  while (true) {
+    const Item& item = *found.next();
+    if (item.work.batch < 0) break;
+    for (int tile = item.span.last_tile; tile >= item.span.first_tile;
+         tile = last_visible(item.marks.visible, tile - 1, item.span.first_tile)) {
+      if (mine) {
+        const bool biased =
+            C::kGeneral || tile >= kMarkedTiles || item.marks.biased[tile / 32] >> tile % 32 & 1;
+        const int first = tile * C::kKeys + lane;
+        const char* at = mask_element(p, plan, item.work.batch, item.work.head, 0, first);
+        uint32_t bits[kPerLane];
 #pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        const int key = tile * C::kKeys + 32 * i + lane;
-        bits[i] =
-            key < span.range.limit ? mask_bits(row + key * plan.mask_step, plan.mask_bytes) : 0;
-      }
-      barrier_wait(shared.k_free(ring.stage), ring.round ^ 1);
-      bool biased = false;
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        const int key = 32 * i + lane;
-        const float bias = mask_bias(bits[i], p.mask_dtype);
-        if (key < C::kKeys) {
-          shared.biases(ring.stage)[key] = bias;
-          biased |= bias != 0.f && tile * C::kKeys + key < span.range.limit;
+        for (int i = 0; i < kPerLane; ++i, at += 32 * plan.mask_step) {
+          bits[i] =
+              biased && first + 32 * i < item.span.range.limit ? mask_bits(at, plan.mask_bytes) : 0;
         }
-      }
-      biased = __any_sync(0xffffffffu, biased);
-      __syncwarp();  // all lanes' biases are there before the arrival says so
-      if (lane == 0) {
-        *shared.biased(ring.stage) = biased;
+        float biases[kPerLane];
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) biases[i] = mask_bias(bits[i], p.mask_dtype);
+        barrier_wait(shared.k_free(ring.stage), ring.round ^ 1);
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+          const int key = 32 * i + lane;
+          if (biased && key < C::kKeys) shared.biases(ring.stage)[key] = biases[i];
+        }
+        if (lane == 0) *shared.biased(ring.stage) = biased;
         barrier_arrive(shared.k_full(ring.stage));
       }
+      mine = !mine;
       ring.advance();
     }
+    found.done();
   }
 }
 

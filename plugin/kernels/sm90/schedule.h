@@ -82,10 +82,20 @@ struct Span {
       last_tile;  // first > last: no query sees a key, and consumers never hear of it
 };
 
+constexpr int kMarkedTiles = 480;
+
+// What a mask that does not depend on the query does to tiles of keys: see visible.cuh.
+struct Marks {
+  uint32_t visible[kMarkedTiles / 32];
+  uint32_t biased[kMarkedTiles / 32];
+  int32_t owner;  // the batch entry and head that they are of
+};
+
 // What the producer tells the consumers to do.
 struct alignas(16) Item {
   Work work;  // batch < 0: nothing, that was all
   Span span;
+  Marks marks;  // if there is such a mask
 };
 
 template <class C>

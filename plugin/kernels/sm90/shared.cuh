@@ -48,8 +48,12 @@ struct Shared {
   }
 
   __device__ __forceinline__ Item* item(int stage) const {
-    static_assert(sizeof(Item) == 48);
+    static_assert(sizeof(Item) == C::kItemBytes);
     return reinterpret_cast<Item*>(memory + C::kItemsAt) + stage;
+  }
+
+  __device__ __forceinline__ Item* found(int place) const {
+    return reinterpret_cast<Item*>(memory + C::kFoundAt) + place;
   }
 
   // A stage of Q is free when what came of it is stored.
@@ -63,16 +67,26 @@ struct Shared {
   }
   __device__ __forceinline__ uint32_t v_full(int stage) const { return k_full(C::kStages + stage); }
   __device__ __forceinline__ uint32_t v_free(int stage) const { return k_free(C::kStages + stage); }
+  __device__ __forceinline__ uint32_t found_full(int place) const {
+    return v_full(C::kStages + place);
+  }
+  __device__ __forceinline__ uint32_t found_free(int place) const {
+    return v_free(C::kStages + place);
+  }
   // By one thread, before any other uses them. Consumers let go of Q by thread, as all read what is
   // to be done with it, and of K and V by warp. `biased`: a stage of K is full when its biases are
-  // there, too.
+  // there, too, and each lane that writes them arrives.
   __device__ __forceinline__ void init_barriers(bool biased) const {
     for (int i = 0; i < C::kBarriers; ++i) {
       const int consumers = C::kGroups * (i < 2 * C::kQueryStages ? 128 : 4);
       barrier_init(barrier(i), i % 2 ? consumers : 1);
     }
     if (biased) {
-      for (int stage = 0; stage < C::kStages; ++stage) barrier_init(k_full(stage), 2);
+      for (int stage = 0; stage < C::kStages; ++stage) barrier_init(k_full(stage), 1 + 32);
+      for (int place = 0; place < 2; ++place) {
+        barrier_init(found_full(place), 32);
+        barrier_init(found_free(place), 1 + 32 + 32);
+      }
     }
     fence_barrier_init();
   }
@@ -91,6 +105,29 @@ struct Ring {
   __device__ __forceinline__ void advance() {
     if (++stage == kStages) stage = 0, round ^= 1;
   }
+};
+
+// As well, in one register.
+template <int kStages>
+class PackedRing {
+ public:
+  __device__ __forceinline__ int stage() const {
+    if constexpr (kTwofold) return at_ % kStages;
+    return at_ < kStages ? at_ : at_ - kStages;
+  }
+  __device__ __forceinline__ int stage_before() const {
+    return stage() == 0 ? kStages - 1 : stage() - 1;
+  }
+  __device__ __forceinline__ uint32_t round() const { return at_ / kStages; }
+  __device__ __forceinline__ void advance() {
+    ++at_;
+    if (kTwofold) at_ %= 2 * kStages;
+    if (!kTwofold && at_ == 2 * kStages) at_ = 0;
+  }
+
+ private:
+  static constexpr bool kTwofold = (kStages & (kStages - 1)) == 0;
+  uint32_t at_ = 0;
 };
 
 }  // namespace flashonnx::sm90

@@ -9,6 +9,7 @@
 #include <cfloat>
 
 #include "kernels/sm90/mma.cuh"
+#include "kernels/sm90/visible.cuh"
 
 namespace flashonnx::sm90 {
 
@@ -28,12 +29,21 @@ struct Lane {
         row(lane / 4),
         quad(lane % 4) {}
   __device__ __forceinline__ int first_row() const { return group * 64 + warp * 16 + row; }
+
+  // The same, of which the compiler keeps no sums and multiples in registers between its uses.
+  __device__ __forceinline__ Lane anew() const {
+    Lane x = *this;
+    x.warp = forgotten(warp);
+    x.lane = forgotten(lane);
+    x.row = x.lane / 4, x.quad = x.lane % 4;
+    return x;
+  }
 };
 
-// The general kernel counts scores and maxima in powers of 4: the most negative numbers of a mask
-// stay finite then (a row full of them is a row of equals), and cost no comparison.
+// The general kernel keeps maxima in the units of its scores, which are those of a mask where there
+// is one: its most negative numbers stay finite then, and a row full of them is a row of equals.
 struct RowState {
-  float maximum[2];  // in powers of 2, or of 4; -FLT_MAX: no key yet
+  float maximum[2];  // in powers of 2, or as said; -FLT_MAX: no key yet
   float sum[2];      // of P over this thread's keys
 };
 
@@ -43,7 +53,8 @@ struct Raise {
   float keep[2];
 };
 
-// Raises the rows' maxima if a score asks for it, and the sums with them.
+// Raises the rows' maxima if a score asks for it, and the sums with them. Scores times `factor` are
+// powers of 2.
 template <class C>
 __device__ __forceinline__ Raise raise_maxima(const float (&scores)[C::kScores], float factor,
                                               RowState& state) {
@@ -55,15 +66,16 @@ __device__ __forceinline__ Raise raise_maxima(const float (&scores)[C::kScores],
 #pragma unroll
     for (int n = 1; n < C::kScores / 4; ++n)
       x = fmaxf(x, fmaxf(scores[4 * n + 2 * h], scores[4 * n + 2 * h + 1]));
-    top[h] = x * factor;
-    exceeds |= top[h] > state.maximum[h] + (C::kGeneral ? kSlack / 2 : kSlack);
+    top[h] = C::kGeneral ? x : x * factor;
+    exceeds |=
+        C::kGeneral ? (x - state.maximum[h]) * factor > kSlack : top[h] > state.maximum[h] + kSlack;
   }
   Raise raise = {__any_sync(0xffffffffu, exceeds) != 0, {1.f, 1.f}};
   if (!raise.any) return raise;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const float next = fmaxf(state.maximum[h], quad_maximum(top[h]));
-    raise.keep[h] = exp2_approximate((state.maximum[h] - next) * (C::kGeneral ? 2.f : 1.f));
+    raise.keep[h] = exp2_approximate((state.maximum[h] - next) * (C::kGeneral ? factor : 1.f));
     state.maximum[h] = next;
     state.sum[h] *= raise.keep[h];
   }
@@ -128,22 +140,25 @@ __device__ __forceinline__ bool overflowed(const RowState& state) {
   return fmaxf(state.maximum[0], state.maximum[1]) == INFINITY;
 }
 
-// As well for scores in powers of 4.
+// As well for maxima in units of the scores.
 template <class C>
-__device__ __forceinline__ void exponentiate_fours(float (&scores)[C::kScores],
-                                                   const RowState& state) {
-  constexpr float kExtreme = -FLT_MAX / 4;  // doubled, it comes near the range's end
-  const auto extreme = [](float x) { return x < kExtreme && x > -FLT_MAX; };
-  if (__any_sync(0xffffffffu, extreme(state.maximum[0]) || extreme(state.maximum[1]))) {
+__device__ __forceinline__ void exponentiate_general(float factor, float (&scores)[C::kScores],
+                                                     RowState& state) {
+  // Where a maximum is so large that its product with the factor is too coarse, or infinite.
+  constexpr float kExtreme = 1 << 20;
+  const float powers[2] = {state.maximum[0] * factor, state.maximum[1] * factor};
+  const auto extreme = [&](int h) {
+    return fabsf(powers[h]) > kExtreme && state.maximum[h] > -FLT_MAX;
+  };
+  if (__any_sync(0xffffffffu, extreme(0) || extreme(1))) {
 #pragma unroll
     for (int i = 0; i < C::kScores; ++i)
-      scores[i] = exp2_approximate(2.f * (scores[i] - state.maximum[i / 2 % 2]));
+      scores[i] = exp2_approximate(factor * (scores[i] - state.maximum[i / 2 % 2]));
   } else {
-    const float minus[2] = {fminf(-2.f * state.maximum[0], FLT_MAX),
-                            fminf(-2.f * state.maximum[1], FLT_MAX)};
+    const float minus[2] = {fminf(-powers[0], FLT_MAX), fminf(-powers[1], FLT_MAX)};
 #pragma unroll
     for (int i = 0; i < C::kScores; ++i)
-      scores[i] = exp2_approximate(fmaf(scores[i], 2.f, minus[i / 2 % 2]));
+      scores[i] = exp2_approximate(fmaf(scores[i], factor, minus[i / 2 % 2]));
   }
 }
 

@@ -1,0 +1,80 @@
+"""How `flashonnx.generate` draws a word: by the definition in float64, and as transformers keeps words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+from flashonnx._sampling import Draw, choose  # noqa: E402
+
+
+def chances(logits: Any, how: Draw) -> Any:
+    """Of each word, in float64, by the words of `Draw`: one after the other, most likely first."""
+    exact = torch.from_numpy(logits).double() / how.temperature
+    order = sorted(range(len(exact)), key=lambda i: (-exact[i], i))[: how.top_k or None]
+    kept, given, before = torch.full_like(exact, -torch.inf), exact[order].softmax(0), 0.0
+    for i, chance in zip(order, given, strict=True):
+        if before < how.top_p:
+            kept[i] = exact[i]
+        before += chance
+    return kept.softmax(0).numpy()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("how", [Draw(0.7), Draw(0.7, 4), Draw(0.7, 0, 0.8), Draw(0.7, 4, 0.6), Draw(1.5, 3, 0.05)])
+def test_draws_are_of_the_softmax(how: Draw, dtype: Any) -> None:
+    """Frequencies against the definition, of the greatest or most likely alone if so asked."""
+    random = np.random.default_rng(0)
+    logits = random.standard_normal(12).astype(dtype)
+    draws = 20_000
+    counts = np.bincount([choose(logits, how, random) for _ in range(draws)], minlength=12)
+    right = chances(logits, how)
+    assert (right > 0).sum() == {Draw(0.7): 12, Draw(0.7, 4): 4, Draw(1.5, 3, 0.05): 1}.get(how, (right > 0).sum())
+    assert (counts[right == 0] == 0).all()
+    off = np.abs(counts - draws * right) / np.sqrt(draws * np.maximum(right * (1 - right), 1e-9))
+    assert off[right > 0].max() < 4.5, off  # standard deviations
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 5, 300, 2000])
+@pytest.mark.parametrize("top_p", [1.0, 0.999, 0.9, 0.3, 1e-6])
+def test_what_may_be_drawn_among_many(top_k: int, top_p: float) -> None:
+    """As many words as models have, equal ones among them: what transformers keeps, and the draw by the running sum."""
+    random = np.random.default_rng(top_k)
+    for words in (2000, 2001, 300):
+        k = min(top_k, words)
+        logits = (3 * random.standard_normal(words)).astype(np.float32)
+        how = Draw(0.8, k, top_p)
+        right = chances(logits, how)
+        scores = torch.from_numpy(logits)[None] / 0.8
+        if k:
+            scores = transformers.TopKLogitsWarper(k)(None, scores)
+        scores = transformers.TopPLogitsWarper(top_p)(None, scores)[0]
+        assert (np.isfinite(scores.numpy()) == (right > 0)).all()
+        for share in (0.0, *random.random(20), 1 - 2**-53):
+            ends = right.cumsum()
+            token = choose(logits, how, _Always(share))
+            assert right[token] > 0
+            assert ends[token] - right[token] - 1e-6 <= share * ends[-1] <= ends[token] + 1e-6
+
+
+class _Always:
+    """For a generator: the same number again and again."""
+
+    def __init__(self, number: float) -> None:
+        self.random = lambda: number
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_greedy_takes_the_first_of_the_greatest(dtype: Any) -> None:
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        logits = random.integers(-40, random.integers(-30, 40), 50).astype(dtype) / dtype(8)
+        assert choose(logits, Draw(), random) == int(torch.from_numpy(logits).float().argmax())
+        assert logits[: choose(logits, Draw(), random)].max(initial=-np.inf) < logits.max()
+    for how in (Draw(), Draw(1.0), Draw(1.0, 2), Draw(1.0, 0, 0.5)):
+        with pytest.raises(FloatingPointError, match="NaN"):
+            choose(np.array([0, np.nan, 1], dtype), how, random)
