@@ -99,7 +99,8 @@ def test_scores_that_rise(library: Library, device: str, dtype: str, head_dim: i
     """By e^rise every 300 keys, whichever end a kernel begins at: e^150 is beyond float32's range."""
     keys = np.arange(900)
     for order in (keys, keys[::-1]):
-        case = Case(f"rise-{rise}", dtype=dtype, layout="bhsd", q_length=70, kv_length=900, head_dim=head_dim, heads=(1, 1))
+        shape = {"q_length": 70, "kv_length": 900, "head_dim": head_dim, "heads": (1, 1)}
+        case = Case(f"rise-{rise}", dtype=dtype, layout="bhsd", **shape)
         inputs = case.inputs()
         inputs["Q"][..., 0] = 4
         inputs["K"][..., 0] = (order // 300 * rise * head_dim**0.5 / 4).astype(inputs["K"].dtype)
