@@ -38,7 +38,8 @@ struct Tiling {
 
   // Shared memory: Q, K, V, then a bias for each key of two tiles where there is a mask. Runs of
   // biases are read at the same time by the threads that share a row: 4 more floats put them in
-  // different banks. The first of these is a bound of the run's biases.
+  // different banks. The first of these is a bound of the run's biases, and a run of zeros follows
+  // (key_mask.cuh).
   static constexpr int kBiasRun = kRun + 4;
   static constexpr int kBiases = 4 * kBiasRun;
   static constexpr int kQueryBytes = kQueries * kDim * 2;

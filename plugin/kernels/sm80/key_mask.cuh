@@ -49,8 +49,8 @@ struct BoundedBiases {
 // Scores, softmax and P V over all tiles, last to first, under a mask that does not depend on the
 // query. Products begin with minus the row's maximum instead of 0, which leaves the addition in the
 // exponent for the bias; and a bound of the biases, known for each run, tells whether a maximum may
-// have to be raised. So a tile makes as many passes over its scores as without a mask. Where that
-// does not do, maxima are far from 0 or may have to be raised, biases are added beforehand.
+// have to be raised. So a tile makes as many passes over its scores as without a mask. Where maxima
+// or biases are far from 0 that would not be exact: biases are added beforehand.
 template <class T, class C>
 __device__ __forceinline__ void walk_masked(const Block<T, C, kKeyMask>& block,
                                             RowState<C>& state) {
