@@ -100,6 +100,10 @@ __device__ void order_sequences(const flashonnx_tensor& given, int64_t batch, in
 // What belongs to no token: sequences and lengths. By the whole block.
 __device__ void count(const Job& job) {
   const Params& p = job.given;
+  if (threadIdx.x == 0) {  // for a kernel to count with
+    if (job.ragged) static_cast<int32_t*>(job.problem.cu_seqlens_q.data)[p.batch + 1] = 0;
+    if (job.cache) static_cast<int32_t*>(job.problem.key_lengths.data)[p.batch] = 0;
+  }
   if (threadIdx.x < 32 && job.ragged) {
     order_sequences(p.cu_seqlens_q, p.batch, job.tokens, job.problem.cu_seqlens_q, "cu_seqlens_q",
                     job.log);

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "kernels/common/finish.cuh"
+#include "kernels/sm90/schedule.h"
 #include "kernels/sm90/softmax.cuh"
 
 namespace flashonnx::sm90 {
@@ -34,20 +35,29 @@ __device__ __forceinline__ void load_row(const T* from, int dim, int lane,
     x[i] = 32 * i + lane < dim ? to_float(from[32 * i + lane]) : 0.f;
 }
 
+// A key's row of K or V, from its first row on; null if its page is missing.
+template <class T>
+__device__ __forceinline__ const T* row_of_key(const Problem& p, const T* first, const View& tensor,
+                                               int64_t page, int batch, int key) {
+  if (!p.pages.table) return first + key * tensor.row;
+  const Slot slot = slot_of(p.pages, batch, key);
+  return slot.page < 0 ? nullptr : first + slot.page * page + slot.slot * tensor.row;
+}
+
 // A row of the output, from all lanes: softmax over the keys that it sees.
 template <class T, class C>
 __device__ __forceinline__ void attend_row(const Problem& p, const Plan& plan, const Work& work,
-                                           const KeyRange& range, int query, int lane,
-                                           float (&output)[C::kDim / 32], float& maximum,
-                                           float& sum) {
+                                           const Sequence& sequence, const KeyRange& range,
+                                           int query, int lane, float (&output)[C::kDim / 32],
+                                           float& maximum, float& sum) {
   float q[C::kDim / 32];
   load_row<T, C>(static_cast<const T*>(p.q.data) + work.batch * p.q.batch + work.head * p.q.head +
-                     query * p.q.row,
+                     (sequence.first_query + query) * p.q.row,
                  p.head_dim, lane, q);
-  const T* const k =
-      static_cast<const T*>(p.k.data) + work.batch * p.k.batch + work.kv_head * p.k.head;
-  const T* const v =
-      static_cast<const T*>(p.v.data) + work.batch * p.v.batch + work.kv_head * p.v.head;
+  const T* const k = static_cast<const T*>(p.k.data) + work.batch * p.k.batch +
+                     work.kv_head * p.k.head + sequence.first_key * p.k.row;
+  const T* const v = static_cast<const T*>(p.v.data) + work.batch * p.v.batch +
+                     work.kv_head * p.v.head + sequence.first_key * p.v.row;
   maximum = -FLT_MAX, sum = 0.f;
 #pragma unroll
   for (int i = 0; i < C::kDim / 32; ++i) output[i] = 0.f;
@@ -59,8 +69,10 @@ __device__ __forceinline__ void attend_row(const Problem& p, const Plan& plan, c
       bias = mask_bias(mask_bits(at, plan.mask_bytes), p.mask_dtype);
       if (bias == -INFINITY) continue;
     }
+    const T* const key_row = row_of_key(p, k, p.k, p.pages.k, work.batch, key);
+    if (!key_row) continue;
     float row[C::kDim / 32], score = 0.f;
-    load_row<T, C>(k + key * p.k.row, p.head_dim, lane, row);
+    load_row<T, C>(key_row, p.head_dim, lane, row);
 #pragma unroll
     for (int i = 0; i < C::kDim / 32; ++i) score = fmaf(q[i], row[i], score);
     score = warp_sum(score);
@@ -72,7 +84,7 @@ __device__ __forceinline__ void attend_row(const Problem& p, const Plan& plan, c
     const float keep = exp2_approximate(maximum - next), weight = exp2_approximate(score - next);
     maximum = next;
     sum = fmaf(sum, keep, weight);
-    load_row<T, C>(v + key * p.v.row, p.value_dim, lane, row);
+    load_row<T, C>(row_of_key(p, v, p.v, p.pages.v, work.batch, key), p.value_dim, lane, row);
 #pragma unroll
     for (int i = 0; i < C::kDim / 32; ++i) output[i] = fmaf(output[i], keep, weight * row[i]);
   }
@@ -118,19 +130,22 @@ __device__ __forceinline__ void store_row(const Problem& p, const Work& work, in
 // All rows of the warp, everything that is written of them.
 template <class T, class C>
 __device__ __forceinline__ void attend_carefully(const Problem& p, const Plan& plan,
-                                                 const Work& work, int first_query, int lane) {
-  const KeyRange range = key_range(p, key_length_of(p, work.batch));
+                                                 const Item& item, int first_query, int lane) {
+  const Work& work = item.work;
+  const Sequence sequence = sequence_of(p, work.batch);
+  const KeyRange range = key_range(p, sequence.length, sequence.keys);
 #pragma unroll 1
-  for (int query = first_query; query < min(first_query + 16, p.q_length); ++query) {
+  for (int query = first_query; query < min(first_query + 16, sequence.queries); ++query) {
     float output[C::kDim / 32], maximum, sum;
-    attend_row<T, C>(p, plan, work, range, query, lane, output, maximum, sum);
+    attend_row<T, C>(p, plan, work, sequence, range, query, lane, output, maximum, sum);
     float scale = normaliser(p, work.head, maximum, sum);
     if (sum == 0.f && p.empty_row_mean) {
       mean_of_values<T, C>(p, work, lane, output);
       scale = 1.f;
     }
-    store_row<C>(p, work, query, lane, scale, output);
-    if (lane == 0) store_lse(p, work, query, natural_lse(p, maximum, sum));
+    const int token = sequence.first_query + query;
+    store_row<C>(p, work, token, lane, scale, output);
+    if (lane == 0) store_lse(p, work, token, natural_lse(p, maximum, sum));
   }
 }
 

@@ -81,7 +81,13 @@ class Consumer {
   // Waits for the next tile of queries; false if there is none.
   __device__ __forceinline__ bool next_item() {
     barrier_wait(shared_.q_full(queries_.stage), queries_.round);
-    return item().work.batch >= 0;
+    if (item().work.batch < 0) return false;
+    if (p_.ragged.queries) {
+      // The next sequence's queries follow: zeros instead, so that they change nothing.
+      const int first = item().work.first_query + lane_.group * 64;
+      clear_rows<C::kQueries>(queries(queries_.stage), max(item().queries - first, 0), 64);
+    }
+    return true;
   }
 
   // Lets go of the last tile of keys if other groups see it and this one does not. More than one
@@ -89,9 +95,9 @@ class Consumer {
   __device__ __forceinline__ void skip_keys() {
     const Span& span = item().span;
     const int first_query = item().work.first_query + lane_.group * 64;
-    const int end = span.range.upper(min(first_query + 63, p_.q_length - 1));
+    const int end = span.range.upper(min(first_query + 63, item().queries - 1));
     const bool skips = span.last_tile > span.first_tile &&
-                       (end <= span.last_tile * C::kKeys || first_query >= p_.q_length);
+                       (end <= span.last_tile * C::kKeys || first_query >= item().queries);
     last_tile_ = span.last_tile - skips;
     if (!skips) return;
     barrier_wait(shared_.k_full(keys_.stage), keys_.round);
@@ -121,7 +127,7 @@ class Consumer {
     // Plain tiles, and the values of the tiles after them, need no look at bounds. Never the first
     // tile of the walk: what is left over from the tile of queries before ends there.
     const int first_query = item().work.first_query + lane_.group * 64;
-    const int last_query = min(first_query + 63, p_.q_length - 1);
+    const int last_query = min(first_query + 63, item().queries - 1);
     const int plain_begin = (span.range.lower(last_query) + C::kKeys - 1) / C::kKeys;
     const int plain_end = min(span.range.upper(first_query) / C::kKeys, last_tile_) - 1;
     const int first_tile = span.first_tile;
@@ -131,7 +137,7 @@ class Consumer {
         step<Look::kBounds>(tile, scores, p, output, state);
         continue;
       }
-      if (!C::kGeneral && plan_.mask_per_key) {
+      if (!C::kGeneral && item().biased) {
         for (int i = 0; i < plain; ++i) step<Look::kBiases>(tile, scores, p, output, state);
       } else {
         for (int i = 0; i < plain; ++i) step<Look::kNone>(tile, scores, p, output, state);
@@ -193,14 +199,13 @@ class Consumer {
   __device__ __forceinline__ void finish_item(const Item& item, int stage,
                                               const float (&output)[C::kOutputs],
                                               const RowState& state) {
-    const bool may_be_masked = p_.mask.data || p_.left >= 0 || p_.right >= 0;
+    const bool may_be_masked = p_.mask.data || p_.left >= 0 || p_.right >= 0 || p_.pages.table;
     bool leaving = false;
     if (may_be_masked && __any_sync(0xffffffffu, holds_nan<C>(output))) {
-      attend_carefully<T, C>(p_, plan_, item.work, first_query_of_warp(item.work), lane_.lane);
+      attend_carefully<T, C>(p_, plan_, item, first_query_of_warp(item.work), lane_.lane);
     } else {
       const uint32_t rows = queries(stage) + lane_.warp * 16 * C::kBoxRow;
-      leaving =
-          finish<T, C>(p_, plan_, o_map_, lane_, item.work, rows, in_powers_of_2(state), output);
+      leaving = finish<T, C>(p_, plan_, o_map_, lane_, item, rows, in_powers_of_2(state), output);
     }
     if constexpr (C::kQueryStages > 1) {
       leaving_ = leaving;
@@ -247,7 +252,7 @@ class Consumer {
       const int first_key = tile * C::kKeys;
       const Item& at = item();
       const int first_query = at.work.first_query + lane_.group * 64;
-      const int last_query = min(first_query + 63, p_.q_length - 1);
+      const int last_query = min(first_query + 63, at.queries - 1);
       if (first_key < at.span.range.lower(last_query) ||
           first_key + C::kKeys > at.span.range.upper(first_query)) {
         apply_bounds<C>(at.span.range, lane_, at.work.first_query, first_key, scores);
@@ -298,19 +303,26 @@ class Consumer {
         : "memory");
   }
 
-  // Rows of V between the batch entry's length and the tensor's end may hold anything: zeros
-  // instead. Each group writes them for itself; they are the same zeros.
+  // Rows of V between the batch entry's length and the tensor's end may hold anything, as the next
+  // sequence's: zeros instead. Each group writes them for itself; they are the same zeros.
   __device__ __forceinline__ void wait_for_values(const Span& span, int tile) {
     barrier_wait(shared_.v_full(values_.stage), values_.round);
-    const int limit = max(span.range.limit - tile * C::kKeys, 0);
-    if (limit >= C::kKeys || span.range.limit >= p_.key_length) return;
-    const uint32_t at = shared_.v(values_.stage) + threadIdx.x % 128 % (C::kBoxRow / 16) * 16;
-    for (int row = limit + threadIdx.x % 128 / (C::kBoxRow / 16); row < C::kKeys;
+    if (span.range.limit >= p_.key_length && !p_.ragged.keys) return;
+    clear_rows<C::kKeys>(shared_.v(values_.stage), max(span.range.limit - tile * C::kKeys, 0),
+                         C::kKeys);
+  }
+
+  // Writes zeros to rows [from, to) of a tile of kRows rows, by the warpgroup.
+  template <int kRows>
+  __device__ __forceinline__ void clear_rows(uint32_t tile, int from, int to) {
+    if (from >= to) return;
+    const uint32_t at = tile + threadIdx.x % 128 % (C::kBoxRow / 16) * 16;
+    for (int row = from + threadIdx.x % 128 / (C::kBoxRow / 16); row < to;
          row += 128 / (C::kBoxRow / 16)) {
 #pragma unroll
       for (int box = 0; box < C::kBoxes; ++box) {
-        const uint32_t to = at + (box * C::kKeys + row) * C::kBoxRow;
-        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+        const uint32_t place = at + (box * kRows + row) * C::kBoxRow;
+        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(place), "r"(0) : "memory");
       }
     }
     fence_async();

@@ -58,7 +58,7 @@ __device__ __forceinline__ void produce(const Problem& p, const Plan& plan,
   };
   const auto hand_out = [&](const Work& work, const Span& span) {
     barrier_wait(shared.q_free(queries.stage), queries.round ^ 1);
-    *shared.item(queries.stage) = {work, span};
+    *shared.item(queries.stage) = {work, span, p.q_length, 0, plan.mask_per_key};
     const uint32_t full = shared.q_full(queries.stage);
     if (work.batch >= 0) {
       copy_tile<C, C::kQueries>(shared.q(queries.stage), &maps.q, full, work.first_query, work.head,
@@ -139,25 +139,31 @@ __device__ __forceinline__ void produce_biases(const Problem& p, const Plan& pla
   }
 }
 
+// Queries [work.first_query, end), which see no key, by one warp.
+template <class T, class C>
+__device__ __forceinline__ void store_empty_rows(const Problem& p, const Work& work, int token,
+                                                 int end) {
+  const int lane = threadIdx.x % 32;
+  float output[C::kDim / 32] = {};
+  if (p.empty_row_mean) mean_of_values<T, C>(p, work, lane, output);
+#pragma unroll 1
+  for (int query = work.first_query; query < end; ++query) {
+    store_row<C>(p, work, token + query, lane, 1.f, output);
+    if (lane == 0) store_lse(p, work, token + query, -INFINITY);
+  }
+}
+
 // The rows of tiles that see no key, by one warp. Consumers do not hear of them: such tiles would
 // take the places of queries while others wait for these.
 template <class T, class C>
 __device__ __forceinline__ void store_empty_tiles(const Problem& p, const Schedule& schedule) {
-  const int lane = threadIdx.x % 32;
   const int rounds = schedule.rounds(gridDim.x);
   for (int round = 0; round < rounds; ++round) {
     Work work;
     if (!schedule.work(round, blockIdx.x, gridDim.x, C::kQueries, &work)) continue;
     const Span span = span_of<C>(p, work);
     if (span.first_tile <= span.last_tile) continue;
-    float output[C::kDim / 32] = {};
-    if (p.empty_row_mean) mean_of_values<T, C>(p, work, lane, output);
-    const int end = min(work.first_query + C::kQueries, p.q_length);
-#pragma unroll 1
-    for (int query = work.first_query; query < end; ++query) {
-      store_row<C>(p, work, query, lane, 1.f, output);
-      if (lane == 0) store_lse(p, work, query, -INFINITY);
-    }
+    store_empty_rows<T, C>(p, work, 0, min(work.first_query + C::kQueries, p.q_length));
   }
 }
 

@@ -76,17 +76,27 @@ struct Span {
 struct alignas(16) Item {
   Work work;  // batch < 0: nothing, that was all
   Span span;
+  int32_t queries;  // of the batch entry
+  int32_t token;    // row of its first query
+  int32_t biased;   // keys may have biases
 };
 
 template <class C>
-__device__ __forceinline__ Span span_of(const Problem& p, const Work& work) {
+__device__ __forceinline__ Span span_of(const Problem& p, const Work& work,
+                                        const Sequence& sequence) {
   Span span;
-  span.range = key_range(p, key_length_of(p, work.batch));
+  span.range = key_range(p, sequence.length, sequence.keys);
   const int begin = span.range.lower(work.first_query);
-  const int end = span.range.upper(min(work.first_query + C::kQueries, p.q_length) - 1);
+  const int end = span.range.upper(min(work.first_query + C::kQueries, sequence.queries) - 1);
   span.first_tile = begin / C::kKeys;
   span.last_tile = begin < end ? (end - 1) / C::kKeys : span.first_tile - 1;
   return span;
+}
+
+// Of dense problems.
+template <class C>
+__device__ __forceinline__ Span span_of(const Problem& p, const Work& work) {
+  return span_of<C>(p, work, {0, 0, p.q_length, key_length_of(p, work.batch), p.q_length});
 }
 
 }  // namespace flashonnx::sm90
