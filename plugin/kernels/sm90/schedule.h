@@ -81,6 +81,13 @@ struct alignas(16) Item {
   int32_t biased;   // keys may have biases
 };
 
+// What a gathered problem's producer is told: see gathered.cuh.
+struct alignas(16) Drawn {
+  Item item;
+  int32_t outer;      // batch entry of K and V, of which there is one if they are ragged
+  int32_t first_key;  // row of its first key
+};
+
 template <class C>
 __device__ __forceinline__ Span span_of(const Problem& p, const Work& work,
                                         const Sequence& sequence) {

@@ -43,6 +43,14 @@ struct Shared {
     return reinterpret_cast<Item*>(memory + C::kItemsAt) + stage;
   }
 
+  // The tile that was drawn last, and barriers that say that there is one and that it was taken.
+  __device__ __forceinline__ Drawn* drawn() const {
+    static_assert(sizeof(Drawn) == 64);
+    return reinterpret_cast<Drawn*>(memory + C::kDrawnAt);
+  }
+  __device__ __forceinline__ uint32_t drawn_full() const { return base + C::kDrawnAt + 64; }
+  __device__ __forceinline__ uint32_t drawn_free() const { return drawn_full() + 8; }
+
   // A stage of Q is free when what came of it is stored.
   __device__ __forceinline__ uint32_t q_full(int stage) const { return barrier(2 * stage); }
   __device__ __forceinline__ uint32_t q_free(int stage) const { return barrier(2 * stage + 1); }
@@ -62,6 +70,7 @@ struct Shared {
       const int consumers = C::kGroups * (i < 2 * C::kQueryStages ? 128 : 4);
       barrier_init(barrier(i), i % 2 ? consumers : 1);
     }
+    barrier_init(drawn_full(), 1), barrier_init(drawn_free(), 1);
     if (biased) {
       for (int stage = 0; stage < C::kStages; ++stage) barrier_init(k_full(stage), 2);
     }
