@@ -146,105 +146,152 @@ __device__ __forceinline__ void draw_tiles(const Problem& p, const Plan& plan,
   hand_over({{{-1, 0, 0, 0}, {}, 0, 0, 0}, 0, 0});
 }
 
-// The producer's first warp: `produce` for gathered problems. Each lane copies its rows of a tile
-// of K or V, a page's at most; without pages, the first lane copies all.
+// Copies tiles of K, or of V, of one tile of queries after another: a warp for each. Its lanes look
+// up the pages of a tile, a box of the copy engine each, and one of them copies.
 template <class C>
-__device__ __forceinline__ void produce_gathered(const Problem& p, const Gathering& gathering,
-                                                 const Maps& maps, const Shared<C>& shared) {
-  struct Place {  // of the lane's rows; outer < 0: there is nothing
-    int row, outer;
-  };
-  const int lane = threadIdx.x % 32;
-  const int first_row = lane * gathering.rows.divisor;
-  const bool copies = first_row < C::kKeys;
-  const bool paged = p.pages.table != nullptr;
-  prefetch(&maps.q), prefetch(&maps.k), prefetch(&maps.v);
-  Ring<C::kQueryStages> queries;
-  Ring<C::kStages> keys, values;
-  int values_head = -1;  // none are due
-  Place values_place = {};
+class Gatherer {
+ public:
+  __device__ __forceinline__ Gatherer(const Problem& p, const Gathering& gathering,
+                                      const CUtensorMap& map, const Shared<C>& shared)
+      : p_(p), gathering_(gathering), map_(map), shared_(shared) {
+    prefetch(&map);
+  }
 
-  const auto copy = [&](uint32_t tile, const CUtensorMap* map, uint32_t full, Place place,
-                        int head) {
-    if (lane == 0) barrier_arrive_expecting(full, C::kKeyBytes);
+  // Waits for the next tile of queries; false if there is none.
+  __device__ __forceinline__ bool next() {
+    barrier_wait(shared_.drawn_full(), round_);
+    round_ ^= 1;
+    const Drawn& drawn = *shared_.drawn();
+    batch_ = drawn.item.work.batch;
+    head_ = drawn.item.work.kv_head;
+    limit_ = drawn.item.span.range.limit;
+    first_tile_ = drawn.item.span.first_tile;
+    tile_ = drawn.item.span.last_tile;
+    first_key_ = drawn.first_key;
+    outer_ = drawn.outer;
     __syncwarp();
-    if (!copies) return;
-#pragma unroll
-    for (int box = 0; box < C::kBoxes; ++box) {
-      copy_box(tile + (box * C::kKeys + first_row) * C::kBoxRow, map, full, box * C::kBox,
-               place.row, head, place.outer);
-    }
-  };
-  const auto copy_due_values = [&] {
-    if (values_head < 0) return;
-    barrier_wait(shared.v_free(values.stage), values.round ^ 1);
-    copy(shared.v(values.stage), &maps.v, shared.v_full(values.stage), values_place, values_head);
-    values.advance();
-    values_head = -1;
-  };
-  const auto hand_out = [&](const Item& item) {
-    barrier_wait(shared.q_free(queries.stage), queries.round ^ 1);
-    if (lane == 0) {
-      *shared.item(queries.stage) = item;
-      const uint32_t full = shared.q_full(queries.stage);
-      const Work& work = item.work;
-      if (work.batch >= 0) {
-        copy_tile<C, C::kQueries>(shared.q(queries.stage), &maps.q, full,
-                                  item.token + work.first_query, work.head,
-                                  p.ragged.queries ? 0 : work.batch);
-      } else {
-        barrier_arrive(full);
-      }
-    }
-    queries.advance();
-  };
-  // What a missing page adds to the scores of its keys, with K.
-  const auto store_biases = [&](uint32_t missing) {
-    if (C::kGeneral || missing != 0) {
-      for (int key = lane; key < C::kKeys; key += 32) {
-        const bool gone = missing >> gathering.rows.quotient(key) & 1;
-        shared.biases(keys.stage)[key] = gone ? -INFINITY : 0.f;
-      }
-    }
-    if (lane == 0) *shared.biased(keys.stage) = missing != 0;
-    __syncwarp();
-  };
+    if (batch_ < 0) return false;
+    look_up();
+    return true;
+  }
+  // The next drawn tile may be written.
+  __device__ __forceinline__ void release() const {
+    if (lane() == 0) barrier_arrive(shared_.drawn_free());
+  }
 
-  const Drawn& drawn = *shared.drawn();
-  uint32_t round = 0;
-  while (true) {
-    barrier_wait(shared.drawn_full(), round);
-    round ^= 1;
-    const int batch = drawn.item.work.batch;
-    if (batch < 0) break;
-    if (C::kQueryStages == 1) copy_due_values();
-    const int head = drawn.item.work.kv_head, limit = drawn.item.span.range.limit;
-    const int first_key = drawn.first_key, outer = drawn.outer;
-    const int first_tile = drawn.item.span.first_tile, last_tile = drawn.item.span.last_tile;
+  // Copies the tile of keys at hand, and goes on to the next; false if there is none.
+  __device__ __forceinline__ bool copy(uint32_t to, uint32_t full) {
+    if (lane() == 0) barrier_arrive_expecting(full, C::kKeyBytes);
 #pragma unroll 1
-    for (int tile = last_tile; tile >= first_tile; --tile) {
-      const int key = tile * C::kKeys + first_row;
-      const bool there = copies && key < limit;
-      Place place = {first_key + key, outer};
-      if (paged) {
-        const Slot slot = there ? slot_of(p.pages, batch, key) : Slot{-1, 0};
-        place = {slot.slot, slot.page};
+    for (int row = 0, i = 0; row < C::kKeys; row += gathering_.rows.divisor, ++i) {
+      const int from = __shfl_sync(0xffffffffu, row_, i);
+      const int outer = __shfl_sync(0xffffffffu, place_, i);
+      if (lane() != 0) continue;
+#pragma unroll
+      for (int box = 0; box < C::kBoxes; ++box) {
+        copy_box(to + (box * C::kKeys + row) * C::kBoxRow, &map_, full, box * C::kBox, from, head_,
+                 outer);
       }
-      barrier_wait(shared.k_free(keys.stage), keys.round ^ 1);
-      if (paged) store_biases(__ballot_sync(0xffffffffu, there && place.outer < 0));
-      copy(shared.k(keys.stage), &maps.k, shared.k_full(keys.stage), place, head);
-      keys.advance();
-      if (tile == last_tile) {
-        hand_out(drawn.item);
-        __syncwarp();
-        if (lane == 0) barrier_arrive(shared.drawn_free());
-      }
-      copy_due_values();
-      values_place = place, values_head = head;
+    }
+    if (--tile_ < first_tile_) return false;
+    look_up();
+    return true;
+  }
+
+  // Bit i: the page of box i is missing.
+  __device__ __forceinline__ uint32_t missing() const {
+    return __ballot_sync(0xffffffffu, place_ < 0 && key() < limit_ && box_row() < C::kKeys);
+  }
+
+ private:
+  __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
+  __device__ __forceinline__ int box_row() const { return lane() * gathering_.rows.divisor; }
+  __device__ __forceinline__ int key() const { return tile_ * C::kKeys + box_row(); }
+
+  // Where the lane's box begins, before it is time to copy it. Outside the tensor there are zeros.
+  __device__ __forceinline__ void look_up() {
+    row_ = first_key_ + key(), place_ = outer_;
+    if (!p_.pages.table) return;
+    const bool there = key() < limit_ && box_row() < C::kKeys;
+    const Slot slot = there ? slot_of(p_.pages, batch_, key()) : Slot{-1, 0};
+    row_ = slot.slot, place_ = slot.page;
+  }
+
+  const Problem& p_;
+  const Gathering& gathering_;
+  const CUtensorMap& map_;
+  const Shared<C>& shared_;
+  uint32_t round_ = 0;
+  int batch_, head_, limit_, first_tile_, tile_, first_key_, outer_;
+  int row_, place_;  // of the lane's box: in its page or among all keys; its page or batch entry
+};
+
+template <class C>
+__device__ __forceinline__ void produce_values(const Problem& p, const Gathering& gathering,
+                                               const Maps& maps, const Shared<C>& shared) {
+  Gatherer<C> values(p, gathering, maps.v, shared);
+  Ring<C::kStages> ring;
+  while (values.next()) {
+    values.release();
+    bool more = true;
+    while (more) {
+      barrier_wait(shared.v_free(ring.stage), ring.round ^ 1);
+      more = values.copy(shared.v(ring.stage), shared.v_full(ring.stage));
+      ring.advance();
     }
   }
-  copy_due_values();
-  hand_out(drawn.item);
+}
+
+// What a missing page adds to the scores of its keys.
+template <class C>
+__device__ __forceinline__ void store_biases(const Gathering& gathering, const Shared<C>& shared,
+                                             int stage, uint32_t missing) {
+  const int lane = threadIdx.x % 32;
+  if (C::kGeneral || missing != 0) {
+#pragma unroll 1  // rare, and registers are few
+    for (int key = lane; key < C::kKeys; key += 32) {
+      const bool gone = missing >> gathering.rows.quotient(key) & 1;
+      shared.biases(stage)[key] = gone ? -INFINITY : 0.f;
+    }
+  }
+  if (lane == 0) *shared.biased(stage) = missing != 0;
+  __syncwarp();
+}
+
+// Keys, and the queries that are multiplied by them.
+template <class C>
+__device__ __forceinline__ void produce_keys(const Problem& p, const Gathering& gathering,
+                                             const Maps& maps, const Shared<C>& shared) {
+  const int lane = threadIdx.x % 32;
+  prefetch(&maps.q);
+  Gatherer<C> keys(p, gathering, maps.k, shared);
+  Ring<C::kStages> ring;
+  Ring<C::kQueryStages> queries;
+  while (keys.next()) {
+    bool first = true, more = true;
+    while (more) {
+      barrier_wait(shared.k_free(ring.stage), ring.round ^ 1);
+      if (p.pages.table) store_biases<C>(gathering, shared, ring.stage, keys.missing());
+      more = keys.copy(shared.k(ring.stage), shared.k_full(ring.stage));
+      ring.advance();
+      if (!first) continue;
+      first = false;
+      barrier_wait(shared.q_free(queries.stage), queries.round ^ 1);
+      if (lane == 0) {
+        const Item& item = *shared.item(queries.stage) = shared.drawn()->item;
+        copy_tile<C, C::kQueries>(shared.q(queries.stage), &maps.q, shared.q_full(queries.stage),
+                                  item.token + item.work.first_query, item.work.head,
+                                  p.ragged.queries ? 0 : item.work.batch);
+      }
+      keys.release();
+      queries.advance();
+    }
+  }
+  barrier_wait(shared.q_free(queries.stage), queries.round ^ 1);
+  if (lane == 0) {
+    shared.item(queries.stage)->work.batch = -1;
+    barrier_arrive(shared.q_full(queries.stage));
+  }
 }
 
 }  // namespace flashonnx::sm90

@@ -18,8 +18,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   if (threadIdx.x < 128) {
     give_registers<C::kProducerRegisters>();
     if (gathering.drawn) {
-      if (threadIdx.x / 32 == 0) produce_gathered<C>(p, gathering, maps, shared);
-      if (threadIdx.x / 32 == 1) draw_tiles<T, C>(p, plan, gathering, shared);
+      if (threadIdx.x / 32 == 0) produce_keys<C>(p, gathering, maps, shared);
+      if (threadIdx.x / 32 == 1) produce_values<C>(p, gathering, maps, shared);
+      if (threadIdx.x / 32 == 2) draw_tiles<T, C>(p, plan, gathering, shared);
     } else if (threadIdx.x == 0) {
       produce<C>(p, plan, schedule, maps, shared);
     } else if (threadIdx.x / 32 == 1 && plan.mask_per_key) {

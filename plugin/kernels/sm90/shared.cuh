@@ -43,7 +43,8 @@ struct Shared {
     return reinterpret_cast<Item*>(memory + C::kItemsAt) + stage;
   }
 
-  // The tile that was drawn last, and barriers that say that there is one and that it was taken.
+  // The tile that was drawn last, and barriers that say that there is one and that it was taken,
+  // for its keys and for its values.
   __device__ __forceinline__ Drawn* drawn() const {
     static_assert(sizeof(Drawn) == 64);
     return reinterpret_cast<Drawn*>(memory + C::kDrawnAt);
@@ -70,7 +71,7 @@ struct Shared {
       const int consumers = C::kGroups * (i < 2 * C::kQueryStages ? 128 : 4);
       barrier_init(barrier(i), i % 2 ? consumers : 1);
     }
-    barrier_init(drawn_full(), 1), barrier_init(drawn_free(), 1);
+    barrier_init(drawn_full(), 1), barrier_init(drawn_free(), 2);
     if (biased) {
       for (int stage = 0; stage < C::kStages; ++stage) barrier_init(k_full(stage), 2);
     }
