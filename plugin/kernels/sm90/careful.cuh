@@ -35,15 +35,6 @@ __device__ __forceinline__ void load_row(const T* from, int dim, int lane,
     x[i] = 32 * i + lane < dim ? to_float(from[32 * i + lane]) : 0.f;
 }
 
-// A key's row of K or V, from its first row on; null if its page is missing.
-template <class T>
-__device__ __forceinline__ const T* row_of_key(const Problem& p, const T* first, const View& tensor,
-                                               int64_t page, int batch, int key) {
-  if (!p.pages.table) return first + key * tensor.row;
-  const Slot slot = slot_of(p.pages, batch, key);
-  return slot.page < 0 ? nullptr : first + slot.page * page + slot.slot * tensor.row;
-}
-
 // A row of the output, from all lanes: softmax over the keys that it sees.
 template <class T, class C>
 __device__ __forceinline__ void attend_row(const Problem& p, const Plan& plan, const Work& work,
@@ -69,10 +60,10 @@ __device__ __forceinline__ void attend_row(const Problem& p, const Plan& plan, c
       bias = mask_bias(mask_bits(at, plan.mask_bytes), p.mask_dtype);
       if (bias == -INFINITY) continue;
     }
-    const T* const key_row = row_of_key(p, k, p.k, p.pages.k, work.batch, key);
-    if (!key_row) continue;
+    const Slot slot = p.pages.table ? slot_of(p.pages, work.batch, key) : Slot{0, key};
+    if (slot.page < 0) continue;
     float row[C::kDim / 32], score = 0.f;
-    load_row<T, C>(key_row, p.head_dim, lane, row);
+    load_row<T, C>(k + slot.page * p.pages.k + slot.slot * p.k.row, p.head_dim, lane, row);
 #pragma unroll
     for (int i = 0; i < C::kDim / 32; ++i) score = fmaf(q[i], row[i], score);
     score = warp_sum(score);
@@ -84,7 +75,7 @@ __device__ __forceinline__ void attend_row(const Problem& p, const Plan& plan, c
     const float keep = exp2_approximate(maximum - next), weight = exp2_approximate(score - next);
     maximum = next;
     sum = fmaf(sum, keep, weight);
-    load_row<T, C>(row_of_key(p, v, p.v, p.pages.v, work.batch, key), p.value_dim, lane, row);
+    load_row<T, C>(v + slot.page * p.pages.v + slot.slot * p.v.row, p.value_dim, lane, row);
 #pragma unroll
     for (int i = 0; i < C::kDim / 32; ++i) output[i] = fmaf(output[i], keep, weight * row[i]);
   }
