@@ -89,7 +89,7 @@ def _attention(problem: Problem, working: torch.dtype, rounds_scores: bool = Fal
     import torch
 
     exact = working is torch.float64
-    dtype = problem.q.dtype
+    dtype, structure = problem.q.dtype, problem.hidden()
 
     def rounded(x: Tensor, really: bool = True) -> Tensor:
         return x if exact or not really else x.to(dtype).to(working)
@@ -106,9 +106,8 @@ def _attention(problem: Problem, working: torch.dtype, rounds_scores: bool = Fal
                 mask = problem.mask.expand(*q.shape[:3], k.shape[2])[batch, heads, rows]
                 hidden = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.to(working)
                 scores = rounded(hidden, rounds_scores)
-            if problem.workload.causal:
-                position = torch.arange(q.shape[2], device=q.device)
-                scores = scores.masked_fill(position[: k.shape[2]] > position[rows, None], -math.inf)
+            if structure is not None:
+                scores = scores.masked_fill(structure[rows], -math.inf)
             y = rounded(torch.softmax(scores, dim=-1)) @ values
             out[batch, rows, heads] = y.transpose(0, 1).to(out.dtype)
     return out

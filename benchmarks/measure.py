@@ -223,6 +223,7 @@ def _rows(
         "kv_length": workload.lengths[1],
         "head_dim": workload.head_dim,
         "causal": workload.causal,
+        "window": workload.window,
         "mask": f"{workload.mask} {workload.mask_dtype}" if workload.mask else "",
         "ceiling_ms": ceiling * 1e3,
         "bound": bound,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Writes the figures that these rows are enough for; their paths."""
     rows = [row for row in rows if row.status == MEASURED]
     folder.mkdir(parents=True, exist_ok=True)
-    figures = {"throughput.png": _throughput(rows), "growth.png": _growth(rows)}
+    figures = {"throughput.png": _throughput(rows), "models.png": _models(rows), "growth.png": _growth(rows)}
     written = []
     for name, figure in figures.items():
         if figure is not None:
@@ -69,6 +70,36 @@ def _throughput(rows: Sequence[Row]) -> Any:
         axes[i][0].set_ylabel("TFLOP/s")
     _legend(figure, axes)
     figure.suptitle(f"Attention forward, {rows[0].dtype}, 16384 tokens, 2048 features: {rows[0].device}")
+    return figure
+
+
+def _models(rows: Sequence[Row]) -> Any:
+    """How fast everybody is beside ours, a line for each workload that is named after a model."""
+    rows = [row for row in rows if row.group == "models" and row.ours_speedup and row.backend != "ours"]
+    names = list(dict.fromkeys(row.workload for row in rows))
+    if not names:
+        return None
+    figure, axes = _figure(1, 1)
+    figure.set_size_inches(9.2, 1.6 + 0.3 * len(names))
+    axis = axes[0][0]
+    axis.axvline(1, color=_STYLES["ours"][0], linewidth=2.2, label="ours")
+    for backend in dict.fromkeys(row.backend for row in rows):
+        mine = [row for row in rows if row.backend == backend]
+        color, marker = _STYLES.get(backend, (None, "."))
+        speeds = [1 / row.ours_speedup for row in mine if row.ours_speedup]
+        places = [names.index(row.workload) for row in mine]
+        axis.plot(speeds, places, color=color, marker=marker, markersize=6, linestyle="", label=backend)
+    axis.set_yticks(range(len(names)), names)
+    axis.invert_yaxis()
+    axis.set_xscale("log", base=2)
+    low, high = (1 / max(r.ours_speedup or 1 for r in rows), 1 / min(r.ours_speedup or 1 for r in rows))
+    ticks = [2.0**i for i in range(math.floor(math.log2(low)), math.ceil(math.log2(max(high, 1.1))) + 1)]
+    axis.set_xticks(ticks, [f"{tick:g}" if tick >= 1 else f"1/{1 / tick:g}" for tick in ticks])
+    axis.minorticks_off()
+    axis.set_xlabel("speed, ours = 1")
+    axis.grid(alpha=0.3)
+    _legend(figure, axes)
+    figure.suptitle(f"Attention of models: {rows[0].device}")
     return figure
 
 

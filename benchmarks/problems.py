@@ -31,6 +31,17 @@ class Problem:
         """Q, K and V as (B, H, S, D) views."""
         return self.q.transpose(1, 2), self.k.transpose(1, 2), self.v.transpose(1, 2)
 
+    def hidden(self) -> Tensor | None:
+        """(Sq, Sk): True where causality or the window hides a key; None without both."""
+        import torch
+
+        workload = self.workload
+        if not workload.causal:
+            return None
+        queries, keys = (torch.arange(n, device=self.q.device) for n in workload.lengths)
+        hidden = keys > queries[:, None]
+        return hidden | (keys <= queries[:, None] - workload.window) if workload.window else hidden
+
     def new_output(self) -> Tensor:
         """(B, Sq, Hq, D), full of NaN: what a backend does not write is seen."""
         return self.q.new_full(self.q.shape, float("nan"))

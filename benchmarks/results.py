@@ -34,6 +34,7 @@ class Row:
     backend: str
     peer: bool  # not ours, and none that computes something else
     status: str  # MEASURED, or why not
+    window: int | None = None  # keys that a query sees at most; 0 for all
     kernel: str = ""  # what is known about how it was computed
     clock: str = ""  # "graph" (CUDA graph between events), "event" or "host"
     rounds: int | None = None

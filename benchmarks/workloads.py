@@ -20,6 +20,7 @@ class Workload:
     lengths: tuple[int, int]  # of queries and of keys
     head_dim: int
     causal: bool = False  # query i sees keys 0 to i; only with as many queries as keys
+    window: int = 0  # keys that a query sees at most, its own included; 0: no such bound. Only if causal
     mask: str = ""  # its dimensions among b h q k and 1, e.g. "b11k"; "" is none
     mask_dtype: str = "bool"  # "bool" masks the last few keys; "T" is a bias of Q's dtype
     # Whether ONNX Runtime sessions take part unless others are asked for: each takes about a second to make.
@@ -39,10 +40,14 @@ class Workload:
         """Floating-point operations of the two products: 4 B H Sq Sk D, half of it if causal.
 
         That is what papers on attention count: 2 operations for each multiply-add, two products, nothing for the
-        softmax, and for causal problems half of the square, not the S more of its diagonal.
+        softmax, and for causal problems half of the square, not the S more of its diagonal. A window leaves a band of
+        it: half of the square without half of the one that is beyond.
         """
-        total = 4 * self.batch * self.heads[0] * self.lengths[0] * self.lengths[1] * self.head_dim
-        return total // 2 if self.causal else total
+        queries, keys = self.lengths
+        pairs = queries * keys // (2 if self.causal else 1)
+        if self.window:
+            pairs -= max(0, keys - self.window) ** 2 // 2
+        return 4 * self.batch * self.heads[0] * pairs * self.head_dim
 
     @property
     def bytes(self) -> int:
@@ -68,7 +73,8 @@ class Workload:
         (q_heads, kv_heads), (q_length, kv_length) = self.heads, self.lengths
         heads = f"H{q_heads}" if q_heads == kv_heads else f"H{q_heads}/{kv_heads}"
         length = f"S{q_length}" if q_length == kv_length else f"S{q_length}x{kv_length}"
-        extra = (" causal" if self.causal else "") + (f" mask {self.mask} {self.mask_dtype}" if self.mask else "")
+        extra = (" causal" if self.causal else "") + (f" window {self.window}" if self.window else "")
+        extra += f" mask {self.mask} {self.mask_dtype}" if self.mask else ""
         return f"B{self.batch} {heads} {length} D{self.head_dim}{extra} {self.dtype}"
 
 
@@ -148,13 +154,16 @@ def _square(name: str, batch: int, heads: int, length: int, head_dim: int, causa
 
 
 def _models() -> list[Workload]:
-    def llama(length: int) -> Workload:
-        return Workload(f"llama-8b-s{length}", "models", "float16", 1, (32, 8), (length, length), 128, True)
+    def llama(size: str, heads: int, length: int) -> Workload:
+        return Workload(f"llama-{size}-s{length}", "models", "float16", 1, (heads, 8), (length, length), 128, True)
 
     def sdxl(name: str, heads: int, length: int) -> Workload:
         return Workload(f"sdxl-{name}", "models", "float16", 2, (heads, heads), (length, 77), 64)
 
     bert = Workload("bert-base-b8-s512-padded", "models", "float16", 8, (12, 12), (512, 512), 64, mask="b11k")
+    gemma = Workload(
+        "gemma3-12b-s8192-window", "models", "bfloat16", 1, (16, 8), (8192, 8192), 256, causal=True, window=1024
+    )
     return [
         _square("bert-base-b32-s128", 32, 12, 128, 64),
         _square("bert-base-b8-s512", 8, 12, 512, 64),
@@ -162,8 +171,8 @@ def _models() -> list[Workload]:
         _square("bert-large-b8-s512", 8, 16, 512, 64),
         _square("vit-l-b16", 16, 16, 577, 64),
         _square("gpt2-b8-s1024", 8, 12, 1024, 64, causal=True),
-        llama(2048),
-        llama(8192),
+        *(llama(size, heads, n) for size, heads in (("8b", 32), ("70b", 64)) for n in (2048, 8192, 32768)),
+        gemma,
         _square("whisper-large-encoder-b8", 8, 20, 1500, 64),
         sdxl("cross-64", 10, 4096),
         sdxl("cross-32", 20, 1024),

@@ -9,10 +9,12 @@ from collections.abc import Iterator, Mapping
 import onnx
 import onnx_ir as ir
 from flashonnx.export import rules
+from flashonnx.export.masks.overwrites import see_through
 from flashonnx.export.model import inlining
 from flashonnx.export.model.files import check_output, load, save
 from flashonnx.export.operator import portable as portable_bodies
 from flashonnx.export.operator import schema
+from flashonnx.export.operator.cache_schema import KV_CACHE
 from flashonnx.export.reports.report import Report, Site
 from flashonnx.export.rules import Fusion, RefusalError, Rewrite
 from flashonnx.export.sites.finder import LOG_SOFTMAX, WRITTEN_OUT, Candidate, find
@@ -31,6 +33,7 @@ def fuse(
     *,
     portable: bool = True,
     shared_cache: bool = False,
+    kv_cache: str | None = None,
 ) -> tuple[Model, Report]:
     """Replaces every attention in `model` that is proved to be one by a flashonnx node.
 
@@ -42,6 +45,10 @@ def fuse(
             that it runs without the library.
         shared_cache: past and present keys of com.microsoft's GroupQueryAttention are one buffer, as long as the cache
             can get, whatever their shapes are called: nothing is copied. Without it they may be two.
+        kv_cache: for decoders that join past and new keys by Concat: other inputs and outputs, those that
+            `export_onnx(..., kv_cache=...)` has. Past keys become caches, "static" or "paged", that are appended to in
+            place, and each sentence has a length of its own, `cache_lengths`; inputs called attention_mask,
+            position_ids and cache_position go, as these follow from the lengths.
 
     Returns:
         The fused model (an onnx.ModelProto, or an onnx_ir.Model for one) and the report of every
@@ -49,12 +56,16 @@ def fuse(
 
     Raises:
         FileNotFoundError: there is no such file, or a weight file is missing.
-        ValueError: the file is not a valid ONNX model, or a FlashAttention node has an unknown attribute.
+        ValueError: the file is not a valid ONNX model, or a FlashAttention node has an unknown attribute; with
+            `kv_cache`, the model is none whose past keys are proved to be caches, in words that say why.
     """
     if output is not None:
         check_output(output)
     source = load(model)
-    report = fuse_ir(source.model, portable=portable, shared_cache=shared_cache)
+    if kv_cache is not None:
+        report = _with_caches(source.model, kv_cache, portable)
+    else:
+        report = fuse_ir(source.model, portable=portable, shared_cache=shared_cache)
     changed = any(site.fused for site in report.sites)
     result = source.result(changed)
     if output is not None:
@@ -92,6 +103,29 @@ def fuse_ir(model: ir.Model, *, portable: bool = True, shared_cache: bool = Fals
     return dataclasses.replace(whole, notes=(*whole.notes, f"functions written out where they were called: {gone}"))
 
 
+def _with_caches(model: ir.Model, kind: str, portable: bool) -> Report:
+    """fuse() in place, with past keys as caches."""
+    from flashonnx.export.caches import rewriting
+    from flashonnx.export.caches.pairs import CacheError
+
+    gone = rewriting.prepare(model, kind)
+    left = [site for site in fuse_ir(model, portable=False).sites if not site.fused]
+    try:
+        notes = rewriting.finish(model, kind)
+    except CacheError as error:
+        if not left:
+            raise
+        raise ValueError(f"{error}; '{left[0].node}' is left as it was: {left[0].reason}") from error
+    again = fuse_ir(model, portable=portable)  # nodes for caches in their best form, and bodies for all
+    sites = (
+        dataclasses.replace(site, kind="attention with a cache", reason="") if site.kind == KV_CACHE else site
+        for site in again.sites
+    )
+    if gone:
+        notes.insert(0, f"inputs that follow from cache_lengths are gone: {', '.join(gone)}")
+    return Report(tuple(sites), (*notes, *again.notes))
+
+
 def _is_left_inside(site: Site) -> bool:
     return site.is_inside_function and not site.fused
 
@@ -99,6 +133,7 @@ def _is_left_inside(site: Site) -> bool:
 def _fuse(model: ir.Model, portable: bool, places: Mapping[ir.Node, str], shared_cache: bool) -> Report:
     """Fuses all but functions; `places` tells where nodes that were written out come from."""
     fusion = Fusion(model, shared_cache=shared_cache)
+    remove_unused(see_through(model, fusion.facts, fusion.names))
     fused: list[ir.Node] = []
     sites = []
     for found in find(model, fusion.facts):
@@ -160,11 +195,12 @@ def _by_rules(fusion: Fusion, candidate: Candidate) -> tuple[Site, ir.Node | Non
             assert node is not None
             if candidate.kind == "Attention" or candidate.kind in schema.OPERATORS:
                 node.name = candidate.node.name
-            return Site(name, candidate.kind, True, rewrite.remark, describe(fusion, node)), node
+            remark = "; ".join(filter(None, [rewrite.remark, *reasons]))  # of rules that would have made more of it
+            return Site(name, candidate.kind, True, remark, describe(fusion, node)), node
     if candidate.kind in schema.OPERATORS:  # it is what it shall be, if not in its best form
         became = describe(fusion, candidate.node) if candidate.kind != schema.OP_TYPE else ""
         return Site(name, candidate.kind, True, "already fused", became), candidate.node
-    return left("; ".join(reasons))
+    return left("; ".join(filter(None, reasons)))
 
 
 def apply(fusion: Fusion, rewrite: Rewrite) -> None:

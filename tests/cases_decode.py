@@ -8,6 +8,7 @@ from cache_cases import typed as typed_caches
 from cases import Case, typed
 from varlen_cases import VarlenCase
 
+_UNEVEN = (900, 0, 1, 17, 500, 899, 64, 3, 720, 256)
 # Few queries and many keys: heads that share keys are packed, and the keys are spread over blocks.
 _FLOAT32 = [
     *(Case(f"decode-group-{g}-d{d}", heads=(2 * g, 2), q_length=1, kv_length=700, head_dim=d)
@@ -20,6 +21,14 @@ _FLOAT32 = [
          lengths=(0, 5000, 1, 17, 2600), is_causal=1),
     Case("decode-uneven-alone", batch=1, heads=(4, 1), q_length=2, kv_length=9000, head_dim=128, lengths=(8111,)),
     Case("decode-many", batch=40, heads=(16, 8), q_length=1, kv_length=200, head_dim=64, lengths=(200, 3) * 20),
+    # Many units of uneven length, or that do not fill a device: blocks take equal shares of all of them.
+    Case("decode-even-12", batch=12, heads=(16, 8), q_length=1, kv_length=640, head_dim=64),
+    Case("decode-even-lengths", batch=10, heads=(16, 8), q_length=2, kv_length=900, head_dim=64, is_causal=1,
+         sinks=True, lengths=_UNEVEN),
+    Case("decode-even-window", batch=10, heads=(12, 6), q_length=3, kv_length=900, head_dim=128, left=333, is_causal=1,
+         lengths=_UNEVEN),
+    Case("decode-even-rows", batch=10, heads=(32, 4), q_length=3, kv_length=900, head_dim=64, mask="b11k",
+         lengths=_UNEVEN),
     Case("decode-bhsd", layout="bhsd", heads=(8, 2), q_length=3, kv_length=900, head_dim=128, lengths=(800, 9)),
     Case("decode-past", layout="bhsd", heads=(8, 2), q_length=2, kv_length=2, past=510, head_dim=64, is_causal=1,
          present=True),
@@ -62,6 +71,14 @@ CACHES = typed_caches(
               "capacity": 504})),
     CacheCase("decode-pages-rotary", page_size=16, rotary="half", **_PAGED),
     CacheCase("decode-pages-odd", page_size=16, **(_PAGED | {"head_dim": 36, "value_dim": 20})),
+    *(CacheCase(f"decode-even-pages-{n}", page_size=n, rotary=r, q_length=q, heads=(16, 8), head_dim=64,
+                capacity=1024, lengths=_UNEVEN) for n, r, q in ((0, "", 1), (16, "half", 1), (1, "interleaved", 4))),
+    CacheCase("decode-even-ragged", page_size=16, heads=(16, 8), head_dim=64, capacity=1024, lengths=_UNEVEN,
+              ragged=(1, 2, 4, 0, 1, 3, 1, 1, 9, 1), max_q_length=4),
+    CacheCase("decode-new-keys-in-two-tiles", rotary="half",
+              **(_PAGED | {"q_length": 5, "lengths": (299, 13, 510, 31)})),
+    CacheCase("decode-new-keys-hidden", left=2, **(_PAGED | {"q_length": 8, "head_dim": 128})),
+    CacheCase("decode-new-keys-masked", mask="b1qk", mask_keys=100, page_size=16, **(_PAGED | {"q_length": 2})),
     CacheCase("decode-nothing-new", page_size=16, append=False, **_PAGED),
 )  # fmt: skip
 

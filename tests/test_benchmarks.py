@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,7 @@ from flashonnx.reference import attention
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the folder is no part of the package
 torch = pytest.importorskip("torch")
 
-from benchmarks import backends, cli, correctness, plots, problems, results, table, timing, workloads  # noqa: E402
+from benchmarks import backends, cli, correctness, long_context, plots, problems, results, table, timing, workloads  # noqa: E402
 from benchmarks.backends.base import Backend, Runner, UnsupportedError  # noqa: E402
 from benchmarks.correctness import Gate, WrongAnswerError  # noqa: E402
 from benchmarks.environment import Ceilings, Environment  # noqa: E402
@@ -26,8 +27,10 @@ from benchmarks.results import MEASURED, Row  # noqa: E402
 from benchmarks.workloads import Workload  # noqa: E402
 
 TINY = Workload("tiny", "models", "float32", 2, (4, 2), (9, 9), 16, causal=True)
+WINDOWED = replace(TINY, name="windowed", window=3)
 PADDED = Workload("padded", "models", "float32", 2, (2, 2), (5, 12), 8, mask="b11k")
 BIASED = Workload("biased", "models", "float32", 2, (2, 2), (5, 12), 8, mask="11qk", mask_dtype="T")
+STEP = Workload("step", "decode", "float32", 2, (4, 2), (1, 512), 16, cache=True)
 HERE = Environment("2026-01-01T00:00:00Z", "abc", "a device", "1", "a=1")
 CEILINGS = Ceilings(dict.fromkeys(("float32", "float16", "bfloat16"), 1e12), 1e9, "made up")
 SETTINGS = Settings("cpu", budget=0.0)
@@ -59,7 +62,8 @@ def truth(problem: Problem) -> Any:
     """By the reference of the operator, which the benchmarks do not use."""
     q, k, v = (x.double().numpy() for x in problem.heads_first())
     mask = None if problem.mask is None else problem.mask.numpy()
-    y = attention(q, k, v, mask, is_causal=problem.workload.causal)[0]
+    causal, left = problem.workload.causal, problem.workload.window - 1
+    y = attention(q, k, v, mask, is_causal=causal, left_window_size=left)[0]
     return torch.from_numpy(np.ascontiguousarray(y.swapaxes(1, 2))).to(problem.q.dtype)
 
 
@@ -80,6 +84,10 @@ def test_work_is_counted_by_hand() -> None:
     assert replace(full, mask="11qk", mask_dtype="T").bytes - full.bytes == 2048 * 2048 * 2
     assert replace(PADDED, mask_dtype="T").bytes - replace(PADDED, mask="").bytes == 2 * 12 * 4
     assert PADDED.score_bytes == 2 * 2 * 5 * 12 * 4
+    # 8192 queries of a window of 1024: 8192 * 1024 pairs without the triangle before the first window is full.
+    band = replace(full, batch=1, lengths=(8192, 8192), causal=True, window=1024)
+    assert band.flops == 4 * 16 * (8192 * 1024 - 1024 * 1024 // 2) * 128
+    assert replace(band, window=8192).flops == replace(band, window=0).flops
 
 
 def test_ceiling_is_the_longer_of_arithmetic_and_memory() -> None:
@@ -103,6 +111,7 @@ def test_the_24_cells() -> None:
     every = [*workloads.for_device("cuda"), *workloads.for_device("cpu")]
     assert len({w.name for w in workloads.for_device("cuda")}) == len(workloads.for_device("cuda"))
     assert all(not w.causal or w.lengths[0] == w.lengths[1] for w in every)  # flops counts half of a square
+    assert all(w.causal and not w.mask for w in every if w.window)
 
 
 def test_selection() -> None:
@@ -117,7 +126,7 @@ def test_selection() -> None:
         backends.select(backends.every(), "theirs")
 
 
-@pytest.mark.parametrize("workload", [TINY, PADDED, BIASED, replace(TINY, name="tiny16", dtype="float16")])
+@pytest.mark.parametrize("workload", [TINY, WINDOWED, PADDED, BIASED, replace(TINY, name="tiny16", dtype="float16")])
 def test_gate_knows_the_right_answer(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problems.make(workload, "cpu")
     answer = truth(problem)
@@ -137,14 +146,8 @@ def test_gate_is_the_rule_of_the_tests() -> None:
     problem = problems.make(workload, "cpu")
     _, allowed = Gate(problem).check(truth(problem))
     q, k, v = (x.float().numpy() for x in problem.heads_first())
-    attributes = {"is_causal": 0, "q_num_heads": None, "kv_num_heads": None, "left_window_size": -1}
-    attributes |= {
-        "right_window_size": -1,
-        "qkv_layout": "separate",
-        "scale": None,
-        "softcap": 0.0,
-        "empty_row": "zero",
-    }
+    attributes = {"is_causal": 0, "left_window_size": -1, "right_window_size": -1, "softcap": 0.0, "empty_row": "zero"}
+    attributes |= {"q_num_heads": None, "kv_num_heads": None, "qkv_layout": "separate", "scale": None}
     dtype = np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
     naive, _, _ = compare.naive_attention(
         dict(zip("QKV", (x.astype(dtype) for x in (q, k, v)), strict=True)), attributes
@@ -285,7 +288,9 @@ def test_ratios_and_shares(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "workload", [TINY, PADDED, BIASED, replace(BIASED, name="odd", mask="b11k")], ids=lambda w: w.name
+    "workload",
+    [TINY, WINDOWED, PADDED, BIASED, replace(BIASED, name="odd", mask="b11k"), STEP],
+    ids=lambda w: w.name,
 )
 def test_every_backend_here_is_right(workload: Workload) -> None:
     """Each form of model, and PyTorch: no wrong answer, and a time or a reason that we know of."""
@@ -293,7 +298,10 @@ def test_every_backend_here_is_right(workload: Workload) -> None:
     reasons = {b.name: reason for b in chosen if (reason := b.unavailable("cpu"))}
     rows = measure(workload, chosen, SETTINGS, HERE, CEILINGS, reasons)
     not_measured = {row.backend for row in rows if row.status != MEASURED} - set(reasons)
-    expected = {"ORT-GQA"} if workload is not TINY else {"ORT-MHA"}
+    expected = {"ORT-MHA"} if workload.heads[0] != workload.heads[1] else {"ORT-GQA"}
+    if workload.cache:
+        expected |= {"ORT-paged"}  # for GPUs alone
+        assert {"ours-step", "ours-pages-16", "ORT-ours-pages"} <= {row.backend for row in rows}
     assert not_measured == expected, [row.status for row in rows]
     assert {"ours", "ORT-ours", "ORT-Attention", "ORT-unfused"} <= {row.backend for row in rows}
     assert ("ours-unmasked" in {row.backend for row in rows}) == bool(workload.mask)
@@ -334,8 +342,9 @@ def test_from_the_command_to_figures(
     assert "| d8-s32-causal |" in shown and "- FA4, 6×: for GPUs" in shown and "- ours / FA2: " in shown
 
     pytest.importorskip("matplotlib")
-    figures = plots.draw(rows, tmp_path)
-    assert [path.name for path in figures] == ["throughput.png", "growth.png"]
+    named = [replace(row, group="models") for row in rows[:4]]
+    figures = plots.draw([*rows, *named], tmp_path)
+    assert [path.name for path in figures] == ["throughput.png", "models.png", "growth.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000 for path in figures)
     assert plots.draw([row for row in rows if row.backend == "FA4"], tmp_path / "none") == []
 
@@ -396,3 +405,17 @@ def test_list_measures_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         cli.main(["--device", "cpu", "--only", "nothing"])
     assert "no workload or group is called 'nothing'" in capsys.readouterr().err
+
+
+def test_memory_of_a_long_context(tmp_path: Path) -> None:
+    """Every variant is right, in chunks and in a step; what a plain graph holds is far more."""
+    file = tmp_path / "new" / "context.csv"
+    arguments = ["--device", "cpu", "--contexts", "300", "--chunk", "128", "--page-size", "16", "--output", str(file)]
+    assert long_context.main(arguments) == 0
+    with file.open(encoding="utf-8", newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    assert [(row["variant"], row["phase"]) for row in rows] == [
+        (variant, phase) for variant in ("ours", "ours, pages of 16", "concat") for phase in ("prefill", "decode")
+    ]
+    assert {row["status"] for row in rows} == {MEASURED}
+    assert {float(row["cache_mib"]) for row in rows} == {2 * 300 * 8 * 128 * 2 / 2**20}

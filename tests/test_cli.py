@@ -124,16 +124,6 @@ def test_without_matplotlib(plain: Path, flashonnx_command: Command, monkeypatch
     assert "pip install 'flashonnx[plots]'" in said
 
 
-def test_errors_have_their_notes() -> None:
-    """Behind the one line that is left of what torch's exporter says."""
-    from flashonnx.cli._app import _text
-
-    error = RuntimeError("Failed to export.\nNext steps:\n\n## Exception summary\n\nFound a DynamicCache\n(more)")
-    assert _text(error) == "Failed to export. Found a DynamicCache"
-    error.add_note("set use_cache")
-    assert _text(error) == "Failed to export. Found a DynamicCache: set use_cache"
-
-
 def test_errors_are_one_line_and_exit_with_2(plain: Path, flashonnx_command: Command, tmp_path: Path) -> None:
     broken, output, array = tmp_path / "broken.onnx", tmp_path / "out.onnx", tmp_path / "array.npy"
     broken.write_bytes(b"this is no model")

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 from cli_driver import Command, flashonnx_command, plain, written_out
-from flashonnx.cli._contenders import Contender, Operator, graph, wrong
+from flashonnx.cli._contenders import Contender, Operator, graph, operator_contenders, wrong
 from flashonnx.cli._measure import Result, _reason, measure
 from flashonnx.reference import attention
 
@@ -114,6 +114,23 @@ def test_peak_memory_is_what_a_call_takes() -> None:
     if result.peak_bytes is None:
         pytest.skip("the system does not tell")
     assert 0.9 * (64 << 20) < result.peak_bytes < 2 * (64 << 20)
+
+
+def test_the_table_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    """With everybody on a GPU, long sequences and much memory."""
+    from flashonnx.cli.bench import _tell
+
+    problem = Operator(1, 16, 16, 128, "float16", False)
+    names = [contender.name for contender in operator_contenders(problem, "cuda", 0)]
+    numbers = {"median_ms": 1234.5678, "low_ms": 1.0, "high_ms": 2000.0, "tflops": 999.9, "peak_bytes": 17_300_000_000}
+    results = [Result(name, length, **numbers) for length in (512, 131072) for name in names]
+    _tell({"title": "", "environment": {}}, results)
+    lines = capsys.readouterr().out.splitlines()[3:]
+    assert len(lines) == 1 + len(results) and max(map(len, lines)) <= 80
+    from flashonnx.cli import _figures
+
+    colours = [*_figures._OTHERS, _figures._OURS, _figures._OURS_TOO]
+    assert len(set(colours)) == len(colours) >= len(names), "each has its own"
 
 
 def test_the_operator(flashonnx_command: Command) -> None:
@@ -248,3 +265,18 @@ def test_reports(flashonnx_command: Command) -> None:
     assert not any(word in text for word in ("http://", "https://", "<script", "<link"))
     assert growth("t", results()).startswith(b"\x89PNG")
     assert growth("t", [r for r in results() if r.length == 64]).startswith(b"\x89PNG")
+
+
+def test_what_cannot_be_measured_is_said_first(plain: Path, flashonnx_command: Command) -> None:
+    Path("junk.onnx").write_bytes(b"junk")
+    for arguments, said in (
+        ((plain, "missing.onnx"), "no ONNX model at 'missing.onnx'"),
+        ((plain, "junk.onnx"), "'junk.onnx' is not an ONNX model"),
+        (("missing.onnx",), "no ONNX model at 'missing.onnx'"),
+    ):
+        assert said in flashonnx_command("bench", *arguments, *QUICK, code=2)
+    if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
+        said = flashonnx_command("bench", plain, *QUICK, "--device", "cuda", code=2)
+        assert "--device cuda: nothing here can use a GPU" in said
+    said = flashonnx_command("bench", "--size", "600", "--peers", "flashonnx", "--lengths", "8", *QUICK, code=1)
+    assert "flashonnx: no: FlashAttention: kernel cpu does head dimensions up to 512, got 600" in said

@@ -106,6 +106,19 @@ def test_old_and_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _checks.packages().state in ("wrong", "warning")
 
 
+@pytest.mark.parametrize("torch", ["2.13.0+cpu", "2.14.1"])
+def test_a_torchvision_of_another_torch(torch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It breaks the import of every model of transformers, whose message names neither."""
+    versions = {"torch": torch, "torchvision": "0.29.1", "transformers": "5.24.0"}
+    monkeypatch.setattr(_checks, "_version", versions.get)
+    monkeypatch.setattr(_checks.metadata, "requires", lambda name: ["numpy", "torch (==2.14.1)"])
+    check = _checks.transformers()
+    assert check.state == ("ok" if torch == "2.14.1" else "warning")
+    assert ("torchvision 0.29.1 is for torch 2.14.1, not 2.13.0" in check.found) == (check.state == "warning")
+    versions["torchvision"] = None
+    assert _checks.transformers().state == "ok"
+
+
 @pytest.mark.tensorrt
 def test_tensorrt_rtx() -> None:
     """The plugin is registered in a process of its own; a module that ends the process is an answer too."""

@@ -168,6 +168,32 @@ def test_caches_and_packed_sequences(
     }["packed sequences" if op.endswith("Varlen") else features[1] if features[1] == "pages" else "cache"]  # fmt: skip
 
 
+def test_pages_need_no_sizes(flashonnx_command: Command) -> None:
+    """An export with pages leaves their size and number open: 16 of 64 keys, and one sequence that is packed."""
+    pool = (HALF, ("pages", "page_size", 4, 16))
+    inputs = {
+        "q": (HALF, ("t", 128)), "k": (HALF, ("t", 64)), "v": (HALF, ("t", 64)), "kc": pool, "vc": pool,
+        "n": (INT, ("b",)), "table": (INT, ("b", "each")), "ends": (INT, ("e",)),
+    }  # fmt: skip
+    names = ["q", "k", "v", "kc", "vc", "n", "table", "ends"]
+    model = node_model(inputs, names, q_num_heads=8, kv_num_heads=4)
+    model.graph.node[0].op_type = "FlashAttentionKVCache"
+    onnx.save(model, "pages.onnx")
+    done = flashonnx_command.json("inspect", "pages.onnx", "--gpu", "cpu")
+    (site,) = done["sites"]
+    assert site["kernels"] == {"cpu": "cpu"} and done["bytes"] == 8 * 1024 * (16 * 64) * 2
+    assert {n: done["lengths"][n] for n in ("t", "e", "each", "page_size")} == {
+        "t": 1024,
+        "e": 2,
+        "each": 16,
+        "page_size": 64,
+    }
+    assert (
+        flashonnx_command.json("inspect", "pages.onnx", "--gpu", "cpu", "--dim", "each=3")["bytes"]
+        == 8 * 1024 * 192 * 2
+    )
+
+
 def test_kernels_of_devices_that_are_not_here(library: Library, flashonnx_command: Command) -> None:
     """Float32 and large heads do without tensor cores; a head size of 513 is too large for all."""
     if not with_cuda(library):

@@ -50,8 +50,10 @@ def test_unaligned_memory(library: Library, device: str, case: Case) -> None:
 
 
 _REPEATED = [
-    *(c for c in DECODE if c.id in ("decode-uneven-float16", "decode-mask-bhqk-T-bfloat16", "decode-nans-float16")),
-    *(c for c in CACHES if c.id in ("decode-pages-1-bfloat16", "decode-ragged-16-float16", "decode-pages-q5-float16")),
+    *(c for c in DECODE if c.id in ("decode-uneven-float16", "decode-mask-bhqk-T-bfloat16", "decode-nans-float16",
+                                    "decode-even-lengths-float16")),
+    *(c for c in CACHES if c.id in ("decode-pages-1-bfloat16", "decode-ragged-16-float16", "decode-pages-q5-float16",
+                                    "decode-even-pages-16-float16")),
     # enough keys for more blocks than a cluster has
     Case("long", dtype="bfloat16", batch=1, heads=(16, 8), q_length=1, kv_length=17_000, head_dim=64, gpu=True),
     Case("many-heads", dtype="float16", batch=50, heads=(16, 8), q_length=2, kv_length=300, head_dim=64, is_causal=1),
@@ -136,6 +138,15 @@ def test_chosen(library: Library, target: Device) -> None:
         {"q_length": 8, "q_heads": 32, "kv_length": 500},
     ):
         assert _kernel(library, _described(library, target, **left)) != "decode", left
+
+
+def test_keys_that_are_far_apart_are_left(library: Library) -> None:
+    """It counts their places in 32 bits, of 16 bytes each, or of elements where rows are no whole vectors."""
+    keys = 1000
+    for row, taken in ((2**35 // keys, True), (2**35 // keys // 8 * 8 + 8, False), (2**32 // keys + 2, False)):
+        params = _described(library, _DEVICES[2], kv_length=keys)
+        params.k.stride[2] = row // 8 * 8 if taken else row
+        assert (_kernel(library, params) == "decode") == taken, row
 
 
 @pytest.mark.parametrize("target", _DEVICES, ids=lambda d: f"arch{d.arch}")

@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 ort = pytest.importorskip("onnxruntime")
 flashonnx = pytest.importorskip("flashonnx")
-from flashonnx._sampling import choose  # noqa: E402
+from flashonnx._sampling import Draw, choose  # noqa: E402
 from flashonnx.generate import Generator  # noqa: E402
 
 TIE = 1e-3
@@ -119,6 +119,31 @@ def test_what_transformers_generates(form: tuple[str, str], exported: Any, wante
             assert result.prompt_tokens == sum(map(len, prompts))
 
 
+@pytest.mark.parametrize("sizes", [SIZES[0], {"batch": 1, "chunk": 5, "capacity": 40}], ids=["several", "one"])
+def test_last_tokens_of_prompts_apart(sizes: dict[str, int], exported: Any, wanted: Any) -> None:
+    """As on CUDA, where the logits of many tokens would be long on their way."""
+    model, path = exported("llama", "paged")
+    generator = Generator(path, device="cpu", **sizes)
+    generator._decoder.distant = lambda tokens: tokens > 2
+    widths: list[int] = []
+    run = generator._decoder.run
+
+    def noted(ids: Any, lengths: Any) -> Any:
+        read = run(ids, lengths)
+
+        def reading() -> Any:
+            widths.append(ids.shape[1])
+            return read()
+
+        return reading
+
+    generator._decoder.run = noted
+    for prompt, tokens, want in zip(PROMPTS, generator(PROMPTS, NEW).tokens, wanted["llama"], strict=True):
+        check_greedy(model, prompt, tokens, want)
+    if sizes["batch"] == 1:
+        assert set(widths) <= {1, 2}, "all the logits of a prompt were read"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
 @pytest.mark.parametrize("form", [("llama", "static"), ("gpt2", "static"), ("llama", "paged")], ids="-".join)
@@ -161,7 +186,7 @@ def test_caches_are_written_in_place(exported: Any) -> None:
     """The buffers that were bound have keys after a run, which only happens if they are the outputs too."""
     _, path = exported("llama", "static")
     generator = Generator(path, capacity=32, device="cpu")
-    caches = list(generator._caches.values())
+    caches = list(generator._decoder.caches.values())
     for cache in caches:
         cache.update_inplace(np.full(cache.shape(), np.nan, np.float32))
     (tokens,) = generator(PROMPTS[:1], 5).tokens
@@ -173,30 +198,70 @@ def test_caches_are_written_in_place(exported: Any) -> None:
 def test_sampling(exported: Any) -> None:
     """By its seed alone: not by the other requests, their number or the chunks."""
     _, path = exported("llama", "static")
-    how = {"temperature": 0.8, "top_k": 20}
+    how = {"temperature": 0.8, "top_k": 20, "top_p": 0.95}
     one = Generator(path, batch=1, chunk=3, capacity=40, device="cpu")
     many = Generator(path, batch=5, capacity=40, device="cpu")
     first = one(PROMPTS, NEW, seed=3, **how).tokens
     assert first == many(PROMPTS, NEW, seed=3, **how).tokens
     assert first != many(PROMPTS, NEW, seed=4, **how).tokens
-    assert many(PROMPTS, NEW, temperature=5.0, top_k=1).tokens == many(PROMPTS, NEW).tokens
+    for only in ({"top_k": 1}, {"top_p": 1e-9}):
+        assert many(PROMPTS, NEW, temperature=5.0, **only).tokens == many(PROMPTS, NEW).tokens
+
+
+def chances(logits: Any, how: Draw) -> Any:
+    """Of each word, in float64, by the words of `Draw`: one after the other, most likely first."""
+    exact = torch.from_numpy(logits).double() / how.temperature
+    order = sorted(range(len(exact)), key=lambda i: (-exact[i], i))[: how.top_k or None]
+    kept, given, before = torch.full_like(exact, -torch.inf), exact[order].softmax(0), 0.0
+    for i, chance in zip(order, given, strict=True):
+        if before < how.top_p:
+            kept[i] = exact[i]
+        before += chance
+    return kept.softmax(0).numpy()
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-@pytest.mark.parametrize("top_k", [0, 4])
-def test_draws_are_of_the_softmax(top_k: int, dtype: Any) -> None:
-    """Frequencies against PyTorch's softmax, of the greatest alone if so asked."""
+@pytest.mark.parametrize("how", [Draw(0.7), Draw(0.7, 4), Draw(0.7, 0, 0.8), Draw(0.7, 4, 0.6), Draw(1.5, 3, 0.05)])
+def test_draws_are_of_the_softmax(how: Draw, dtype: Any) -> None:
+    """Frequencies against the definition, of the greatest or most likely alone if so asked."""
     random = np.random.default_rng(0)
     logits = random.standard_normal(12).astype(dtype)
     draws = 20_000
-    counts = np.bincount([choose(logits, 0.7, top_k, random) for _ in range(draws)], minlength=12)
-    scaled = torch.from_numpy(logits).double() / 0.7
-    if top_k:
-        scaled[scaled < scaled.topk(top_k).values[-1]] = -torch.inf
-    chances = scaled.softmax(0).numpy()
-    assert (counts[chances == 0] == 0).all()
-    off = np.abs(counts - draws * chances) / np.sqrt(draws * np.maximum(chances * (1 - chances), 1e-9))
-    assert off[chances > 0].max() < 4.5, off  # standard deviations
+    counts = np.bincount([choose(logits, how, random) for _ in range(draws)], minlength=12)
+    right = chances(logits, how)
+    assert (right > 0).sum() == {Draw(0.7): 12, Draw(0.7, 4): 4, Draw(1.5, 3, 0.05): 1}.get(how, (right > 0).sum())
+    assert (counts[right == 0] == 0).all()
+    off = np.abs(counts - draws * right) / np.sqrt(draws * np.maximum(right * (1 - right), 1e-9))
+    assert off[right > 0].max() < 4.5, off  # standard deviations
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 5, 300, 2000])
+@pytest.mark.parametrize("top_p", [1.0, 0.999, 0.9, 0.3, 1e-6])
+def test_what_may_be_drawn_among_many(top_k: int, top_p: float) -> None:
+    """As many words as models have, equal ones among them: what transformers keeps, and the draw by the running sum."""
+    random = np.random.default_rng(top_k)
+    for words in (2000, 2001, 300):
+        k = min(top_k, words)
+        logits = (3 * random.standard_normal(words)).astype(np.float32)
+        how = Draw(0.8, k, top_p)
+        right = chances(logits, how)
+        scores = torch.from_numpy(logits)[None] / 0.8
+        if k:
+            scores = transformers.TopKLogitsWarper(k)(None, scores)
+        scores = transformers.TopPLogitsWarper(top_p)(None, scores)[0]
+        assert (np.isfinite(scores.numpy()) == (right > 0)).all()
+        for share in (0.0, *random.random(20), 1 - 2**-53):
+            ends = right.cumsum()
+            token = choose(logits, how, _Always(share))
+            assert right[token] > 0
+            assert ends[token] - right[token] - 1e-6 <= share * ends[-1] <= ends[token] + 1e-6
+
+
+class _Always:
+    """For a generator: the same number again and again."""
+
+    def __init__(self, number: float) -> None:
+        self.random = lambda: number
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
@@ -204,10 +269,11 @@ def test_greedy_takes_the_first_of_the_greatest(dtype: Any) -> None:
     random = np.random.default_rng(0)
     for _ in range(200):
         logits = random.integers(-40, random.integers(-30, 40), 50).astype(dtype) / dtype(8)
-        assert choose(logits, 0.0, 0, random) == int(torch.from_numpy(logits).float().argmax())
-        assert logits[: choose(logits, 0.0, 0, random)].max(initial=-np.inf) < logits.max()
-    with pytest.raises(FloatingPointError, match="NaN"):
-        choose(np.array([0, np.nan, 1], dtype), 0.0, 0, random)
+        assert choose(logits, Draw(), random) == int(torch.from_numpy(logits).float().argmax())
+        assert logits[: choose(logits, Draw(), random)].max(initial=-np.inf) < logits.max()
+    for how in (Draw(), Draw(1.0), Draw(1.0, 2), Draw(1.0, 0, 0.5)):
+        with pytest.raises(FloatingPointError, match="NaN"):
+            choose(np.array([0, np.nan, 1], dtype), how, random)
 
 
 WRONG: dict[str, tuple[list[Any], dict[str, Any], str]] = {
@@ -220,6 +286,8 @@ WRONG: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "no tokens": ([[1]], {"max_new_tokens": 0}, "max_new_tokens >= 1"),
     "top_k": ([[1]], {"top_k": 100}, "0 <= top_k <= 99"),
     "temperature": ([[1]], {"temperature": -1.0}, "temperature >= 0"),
+    "top_p": ([[1]], {"top_p": 0.0}, "0 < top_p <= 1"),
+    "top_p beyond": ([[1]], {"top_p": 1.5}, "0 < top_p <= 1, got 5, 0.0, 0 and 1.5"),
 }
 
 

@@ -100,6 +100,20 @@ def test_in_place(device: str, case: CacheCase) -> None:
     check_cache_outputs(case, inputs, Decoder(case, device, inputs).run(case, inputs))
 
 
+@on_devices(_BY_ID["append-half-8of2-float32"], _BY_ID["page16-float32"])
+def test_caches_that_are_bound_crosswise(device: str, case: CacheCase) -> None:
+    """Keys where the values are would be read as such: refused, and nothing is written."""
+    inputs = case.inputs()
+    inputs["value_cache"] = inputs["key_cache"].copy()
+    decoder = Decoder(case, device, inputs)
+    for name, other in zip(CACHES, reversed(CACHES), strict=True):
+        decoder._bind(f"present_{name}", decoder.bound[other], decoder.binding.bind_output)
+    with pytest.raises(Exception, match=r"'present_key_cache' is written .* other memory than 'value_cache', got the"):
+        decoder.run(case, inputs)
+    for name in CACHES:
+        assert decoder.bound[name].numpy().tobytes() == inputs[name].tobytes()
+
+
 @on_devices(*(
     replace(CacheCase("generate", lengths=(0, 0, 0), heads=(4, 2), capacity=64, head_dim=64, dtype=dtype, rotary="half",
                       page_size=page), id=f"generate-{page}-{dtype}")

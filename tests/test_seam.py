@@ -225,6 +225,22 @@ def test_null_arguments(library: Library) -> None:
     assert functions.flashonnx_device_query(CPU, 0, None).code == 1
 
 
+def test_what_is_written_has_its_own_memory(library: Library) -> None:
+    """Present keys over past values would be read as such."""
+    new, past, present = (np.zeros((1, 2, n, 16), np.float32) for n in (3, 5, 8))
+    values = np.zeros_like(past), np.zeros_like(present)
+    params = attention_params(library, library.device(CPU), new, new, new, new.copy(), past_k=past, past_v=values[0],
+                              present_k=present, present_v=values[1])  # fmt: skip
+    workspace = np.empty(library.workspace(params) + 1, np.uint8)
+    library.run(params, workspace.ctypes.data)
+    params.present_k, own = params.past_v, params.present_k
+    with pytest.raises(ValueError, match=r"'present_key' is written .* other memory than 'past_value', got the same"):
+        library.run(params, workspace.ctypes.data)
+    params.present_k, params.present_v = own, params.past_k
+    with pytest.raises(ValueError, match=r"'present_value' is written .* other memory than 'past_key', got the same"):
+        library.run(params, workspace.ctypes.data)
+
+
 _SIZES = ("batch", "q_length", "kv_length", "head_dim", "value_dim")
 
 

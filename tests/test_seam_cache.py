@@ -140,6 +140,27 @@ def test_a_present_of_the_same_memory_has_the_same_strides(library: Library) -> 
         library.run(params)
 
 
+@pytest.mark.parametrize(
+    ("same", "message"),
+    [
+        ({"present_k": "cache_v"}, "'present_key_cache' is written .* other memory than 'value_cache', got the same"),
+        ({"present_v": "cache_k"}, "'present_value_cache' is written .* other memory than 'key_cache'"),
+        ({"present_v": "present_k"}, "'present_key_cache' is written .* other memory than 'present_value_cache'"),
+        ({"present_k": None, "present_v": None, "cache_v": "cache_k"}, "'key_cache' is written .* than 'value_cache'"),
+    ],
+    ids=["key over values", "value over keys", "both in one", "in place"],
+)
+@pytest.mark.parametrize("page_size", [0, 8])
+def test_what_is_written_has_its_own_memory(
+    library: Library, page_size: int, same: dict[str, str | None], message: str
+) -> None:
+    params = _problem(library, CacheCase("apart", page_size=page_size, in_place=False))
+    for name, other in same.items():
+        setattr(params, name, getattr(params, other) if other else NONE)
+    with pytest.raises(ValueError, match=message):
+        library.run(params)
+
+
 _SIZES = ("batch", "q_length", "head_dim", "value_dim", "cache_capacity", "q_tokens", "num_pages")
 
 

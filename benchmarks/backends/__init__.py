@@ -7,6 +7,7 @@ from benchmarks.backends.flash_attention4 import FlashAttention4
 from benchmarks.backends.onnx_runtime import Session
 from benchmarks.backends.ours import Ours
 from benchmarks.backends.sdpa import Sdpa
+from benchmarks.backends.step import Step
 
 
 def every() -> list[Backend]:
@@ -15,14 +16,18 @@ def every() -> list[Backend]:
         Ours(),
         Ours("ours-unmasked", masked=False),
         Ours("ours-sm80", arch=80),
+        Step("ours-step"),
+        *(Step(f"ours-pages-{size}", size) for size in (256, 64, 16, 1)),
         Sdpa("FA2", "FLASH_ATTENTION"),
         Sdpa("cuDNN", "CUDNN_ATTENTION"),
         Sdpa("mem-eff", "EFFICIENT_ATTENTION"),
         FlashAttention4(),
         Session("ORT-ours", "flashonnx", ours=True),
+        Session("ORT-ours-pages", "flashonnx_pages", ours=True),
         Session("ORT-Attention", "attention"),
         Session("ORT-MHA", "multi_head_attention"),
         Session("ORT-GQA", "group_query_attention"),
+        Session("ORT-paged", "paged_attention"),
         Session("ORT-unfused", "unfused"),
     ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.backends.base import Backend, Runner, UnsupportedError
 from benchmarks.problems import Problem
@@ -41,10 +41,12 @@ class FlashAttention4(Backend):
             raise UnsupportedError("takes no mask tensor")
         if problem.workload.dtype == "float32":
             raise UnsupportedError("takes float16 and bfloat16")
-        causal = problem.workload.causal
+        options: dict[str, Any] = {"causal": problem.workload.causal}
+        if problem.workload.window:
+            options["window_size"] = (problem.workload.window - 1, 0)
 
         def run() -> Tensor:
-            result = flash_attn_func(problem.q, problem.k, problem.v, causal=causal)
+            result = flash_attn_func(problem.q, problem.k, problem.v, **options)
             return result[0] if isinstance(result, tuple) else result
 
         run()

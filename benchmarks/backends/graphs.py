@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.backends.base import UnsupportedError
+from benchmarks.backends.step import paged, shuffled
 from benchmarks.problems import Problem
 
 if TYPE_CHECKING:
@@ -71,13 +72,24 @@ def flashonnx(problem: Problem) -> Graph:
     if problem.mask is not None:
         graph.inputs["mask"] = problem.mask
         names.append("mask")
+    if problem.workload.window:
+        heads["left_window_size"] = problem.workload.window - 1
     graph.node("FlashAttention", names, ["Y"], "flashonnx", is_causal=int(problem.workload.causal), **heads)
     return graph
 
 
 def attention(problem: Problem) -> Graph:
-    """ONNX's Attention. Its queries must not be broadcast in a mask, so such a mask is given written out."""
+    """ONNX's Attention. Its queries must not be broadcast in a mask, so such a mask is given written out.
+
+    Windows come with opset 25: here they are masks.
+    """
     graph, heads = _start(problem), _heads(problem)
+    if problem.workload.window:
+        hidden = problem.hidden()
+        assert hidden is not None and problem.mask is None
+        graph.inputs["mask"], graph.note = ~hidden[None, None], "its window is a mask"
+        graph.node("Attention", [*"QKV", "mask"], ["Y"], **heads)
+        return graph
     names = [*"QKV"]
     if problem.mask is not None:
         names.append(_expanded_mask(problem, graph))
@@ -92,6 +104,8 @@ def multi_head_attention(problem: Problem) -> Graph:
     workload = problem.workload
     if workload.heads[0] != workload.heads[1]:
         raise UnsupportedError("has as many key heads as query heads")
+    if workload.window:
+        raise UnsupportedError("has no windows")
     graph = _start(problem)
     names = [*"QKV"]
     if workload.mask == "b11k" and workload.mask_dtype == "bool" and problem.mask is not None:
@@ -107,30 +121,83 @@ def multi_head_attention(problem: Problem) -> Graph:
 
 
 def group_query_attention(problem: Problem) -> Graph:
-    """com.microsoft GroupQueryAttention on a first prompt: causal, nothing in the cache, which it fills."""
+    """com.microsoft GroupQueryAttention: a first prompt, or a step that appends to a cache of full length.
+
+    A prompt is causal and fills an empty cache. In a step past and present are the same memory, as ONNX Runtime wants
+    for generation.
+    """
     import torch
 
     workload = problem.workload
-    if not workload.causal or problem.mask is not None:
-        raise UnsupportedError("is measured on causal problems without a mask: a prompt")
-    graph = _start(problem)
+    step = workload.cache and workload.lengths[0] == 1
+    if not (workload.causal or step) or problem.mask is not None:
+        raise UnsupportedError("is measured on causal prompts, and steps with a cache, without a mask")
+    last = slice(-1 if step else 0, None)
+    graph = Graph(
+        {name: x[:, last].flatten(2) for name, x in zip("QKV", (problem.q, problem.k, problem.v), strict=True)},
+        {"Y": problem.new_output().flatten(2)},
+    )
     length, device = workload.lengths[1], problem.q.device
+    past = ["", ""]
+    for kind, x in (("key", problem.k), ("value", problem.v)):
+        cache = x.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+        if step:
+            graph.inputs[f"past_{kind}"] = cache
+            past = ["past_key", "past_value"]
+        graph.outputs[f"present_{kind}"] = cache if step else cache.fill_(float("nan"))
     graph.inputs["last"] = torch.full((workload.batch,), length - 1, dtype=torch.int32, device=device)
     graph.inputs["total"] = torch.full((1,), length, dtype=torch.int32)  # on the host, whatever the device
-    for name in ("present_key", "present_value"):
-        shape = (workload.batch, workload.heads[1], length, workload.head_dim)
-        graph.outputs[name] = problem.q.new_full(shape, float("nan"))
-    heads, kv_heads = workload.heads
-    names = [*"QKV", "", "", "last", "total"]
-    outputs = list(graph.outputs)
-    graph.node("GroupQueryAttention", names, outputs, "com.microsoft", num_heads=heads, kv_num_heads=kv_heads)
-    graph.note = "writes its cache"
+    attributes = dict(zip(("num_heads", "kv_num_heads"), workload.heads, strict=True))
+    if workload.window:
+        attributes["local_window_size"] = workload.window
+    names, outputs = [*"QKV", *past, "last", "total"], list(graph.outputs)
+    graph.node("GroupQueryAttention", names, outputs, "com.microsoft", **attributes)
+    graph.note = "appends to its cache" if step else "writes its cache"
+    return graph
+
+
+def paged_attention(problem: Problem) -> Graph:
+    """com.microsoft PagedAttention: a step that appends to pages of 256 slots, shuffled."""
+    import torch
+
+    graph = _paged(problem)
+    batch, (heads, kv_heads) = problem.workload.batch, problem.workload.heads
+    for tensors in (graph.inputs, graph.outputs):  # it takes packed tokens
+        tensors.update({name: x.flatten(0, 1) for name, x in tensors.items() if name in "QKVY"})
+    graph.inputs["sequences"] = torch.arange(batch + 1, dtype=torch.int32, device=problem.q.device)
+    names = (*"QKV", "key_cache", "value_cache", "sequences", "lengths", "table")
+    graph.node("PagedAttention", names, graph.outputs, "com.microsoft", num_heads=heads, kv_num_heads=kv_heads)
+    return graph
+
+
+def flashonnx_pages(problem: Problem) -> Graph:
+    """Our FlashAttentionKVCache on the same pages."""
+    graph = _paged(problem)
+    names = (*"QKV", "key_cache", "value_cache", "lengths", "table")
+    graph.node("FlashAttentionKVCache", names, graph.outputs, "flashonnx", **_heads(problem))
+    return graph
+
+
+def _paged(problem: Problem) -> Graph:
+    """The tensors of a step on pages."""
+    import torch
+
+    workload, size = problem.workload, 256  # ONNX Runtime's pages are multiples of it
+    (queries, keys), device = workload.lengths, problem.q.device
+    if not workload.cache or queries != 1 or problem.mask is not None or keys % size:
+        raise UnsupportedError(f"is measured on steps with a cache of whole pages of {size}")
+    parts = zip("QKV", (problem.q, problem.k, problem.v), strict=True)
+    graph = Graph({name: x[:, -1:].flatten(2) for name, x in parts}, {"Y": problem.new_output().flatten(2)})
+    order, graph.inputs["table"] = shuffled(workload.batch, keys, size, device.type)
+    for kind, x in (("key", problem.k), ("value", problem.v)):
+        graph.inputs[f"{kind}_cache"] = graph.outputs[f"{kind}_cache_out"] = paged(x, size, order)
+    graph.inputs["lengths"] = torch.full((workload.batch,), keys - 1, dtype=torch.int32, device=device)
+    graph.note = "appends to its cache"
     return graph
 
 
 def unfused(problem: Problem) -> Graph:
     """MatMul, Softmax, MatMul as exporters write them, from and to (B, S, H*D), with a causal mask of Sq by Sk."""
-    import torch
     from onnx import TensorProto
 
     workload = problem.workload
@@ -150,9 +217,9 @@ def unfused(problem: Problem) -> Graph:
     graph.constant("scale", dtype, [1 / math.sqrt(dim)], ())
     graph.node("Mul", ["products", "scale"], ["scores"])
     scores = "scores"
-    if workload.causal:
-        seen = torch.ones(workload.lengths, dtype=torch.bool, device=problem.q.device).tril()
-        scores = _hide(graph, scores, "triangle", seen, dtype)
+    hidden = problem.hidden()
+    if hidden is not None:
+        scores = _hide(graph, scores, "triangle", ~hidden, dtype)
     if problem.mask is not None:
         scores = _hide(graph, scores, "mask", problem.mask, dtype)
     graph.node("Softmax", [scores], ["weights"], axis=-1)
@@ -163,8 +230,18 @@ def unfused(problem: Problem) -> Graph:
 
 
 FORMS: dict[str, Callable[[Problem], Graph]] = {
-    form.__name__: form for form in (flashonnx, attention, multi_head_attention, group_query_attention, unfused)
+    form.__name__: form
+    for form in (
+        flashonnx,
+        flashonnx_pages,
+        attention,
+        multi_head_attention,
+        group_query_attention,
+        paged_attention,
+        unfused,
+    )
 }
+STEPS = frozenset({"flashonnx_pages", "paged_attention"})
 
 
 def _start(problem: Problem) -> Graph:

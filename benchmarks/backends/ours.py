@@ -59,8 +59,10 @@ class Ours(Backend):
         device = library.device(CUDA if on_gpu else CPU)
         out = problem.new_output()
         q, k, v = problem.heads_first()
-        causal = problem.workload.causal
-        params = attention_params(library, device, q, k, v, out.transpose(1, 2), mask=problem.mask, is_causal=causal)
+        causal, left = problem.workload.causal, problem.workload.window - 1
+        params = attention_params(
+            library, device, q, k, v, out.transpose(1, 2), mask=problem.mask, is_causal=causal, window_left=left
+        )
         kernel = library.supported(params)
         if self._arch is not None:
             params.device.arch = min(self._arch, device.arch)

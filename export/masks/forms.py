@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from flashonnx.export.values.dims import Dim
+from flashonnx.export.values.dims import Dim, is_positive_or_zero
 from flashonnx.export.values.facts import Dims
 
 
@@ -95,9 +95,21 @@ def join(parts: Sequence[Formula], *, is_all: bool = True) -> Formula:
     kept = [part for part in parts if part.always is not is_all]
     if any(part.always is (not is_all) for part in kept):
         return Formula(always=not is_all)
+    kept = [part for index, part in enumerate(kept) if not _follows(part, kept, index, is_all)]
     if not kept:
         return Formula(always=is_all)
     return kept[0] if len(kept) == 1 else Formula(parts=tuple(kept), is_all=is_all)
+
+
+def _follows(part: Formula, parts: Sequence[Formula], index: int, is_all: bool) -> bool:
+    """Whether a test says nothing beside another one: it follows from that (all), or implies it (any)."""
+    for other, formula in enumerate(parts):
+        if other == index or part.test is None or formula.test is None or part.test.steps != formula.test.steps:
+            continue
+        more = part.test.offset - formula.test.offset
+        if is_positive_or_zero(more if is_all else -more) and (more != 0 or other < index):
+            return True
+    return False
 
 
 def moved(form: Form, of: Callable[[Affine], Affine | None], *, keeps: bool = False) -> Form | None:

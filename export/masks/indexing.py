@@ -40,6 +40,8 @@ def _view(reader: Reader, node: ir.Node) -> Form | None:
     view = after(reader.facts, inner, node.outputs[0]) if inner is not None else None
     if form is None or view is None:
         return None
+    if node.op_type == "Reshape" and reader.facts.dims(value) == reader.facts.dims(node.outputs[0]):
+        return form  # to the shape that it has, also where a part is not understood
 
     def of(affine: Affine) -> Affine | None:
         steps = [0] * len(view.axes)
@@ -68,6 +70,8 @@ def _slice(reader: Reader, node: ir.Node) -> Form | None:
     axes, steps = given(3, range(len(starts))), given(4, [1] * len(starts))
     if axes is None or steps is None or any(step != 1 for step in steps):
         return None
+    if dims == facts.dims(node.outputs[0]) and all(start == 0 for start in starts):
+        return form  # all of it, also where a part is not understood
     shifts = [Dim.of(0)] * len(dims)
     for start, axis in zip(starts, axes, strict=True):
         if axis.value is None:

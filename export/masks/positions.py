@@ -10,6 +10,7 @@ itself, or nothing.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -185,9 +186,11 @@ class _Reader:
                     return Affine(x.offset * y.offset, y.steps) if not any(y.steps) else None
             return None
         if isinstance(a, Choice) and isinstance(b, Choice):
-            is_and = a.inside == b.inside == 1.0 and a.outside == b.outside == 0.0
-            if is_and and None is number_of(a) is number_of(b):
-                return choice(join([a.where, b.where]), 1.0, 0.0)
+            both = join([a.where, b.where])
+            for one, flag in ((a, b), (b, a)):  # a finite number here and there, of which the flag leaves a part
+                is_flag = flag.inside == 1.0 and flag.outside == one.outside == 0.0 and math.isfinite(one.inside)
+                if is_flag and None is number_of(a) is number_of(b):
+                    return choice(both, one.inside, 0.0)
         return of_numbers(a, b, lambda x, y: x * y)
 
     def _div(self, node: ir.Node) -> Form | None:

@@ -115,7 +115,20 @@ def export_onnx(
     converted, notes = _by_route(model, convert)
     exported, report = converted if converted is not None else convert()
     _write(exported, target, external_data)
-    return dataclasses.replace(report, notes=(*notes, *report.notes))
+    return dataclasses.replace(report, notes=(*notes, *_training(model), *report.notes))
+
+
+def _training(model: Any) -> list[str]:
+    """What to say of a model of which a part is exported as it trains. torch looks at the outermost module alone."""
+    modules = model.named_modules() if hasattr(model, "named_modules") else ()
+    names = [name or type(module).__name__ for name, module in modules if module.training]
+    if not names:
+        return []
+    more = f" and {len(names) - 1} more modules are" if len(names) > 1 else " is"
+    return [
+        f"'{names[0]}'{more} in training mode: attention is exported without its dropout, but other dropout stays and "
+        "makes results random, and so do averages of batches; call model.eval() before the export"
+    ]
 
 
 def _with_cache(
@@ -141,6 +154,11 @@ def _with_cache(
     if reason is not None:
         why = reason or f"{type(model).__name__} is none"
         raise CacheExportError(f"export_onnx: kv_cache is for models of transformers: {why}")
+    if model.training:
+        raise CacheExportError(
+            f"export_onnx: kv_cache is for generating, and this {type(model).__name__} is in training mode, in which "
+            "its Dropout would draw at every step: call model.eval() first"
+        )
     module, route, arguments = kv_cache.prepared(model, args, kind, dict(kw.pop("kwargs", None) or {}))
     table = torch_nodes.table() | kv_cache.table() | (kw.pop("custom_translation_table", None) or {})
     kw = {"verbose": False} | kw | arguments | {"dynamo": True, "custom_translation_table": table}
@@ -186,7 +204,8 @@ def _by_route(
 
 def _not_all(route: transformers_route.Route, report: Report) -> str:
     """Why a model did not attend through the route alone; empty if it did."""
-    others = [site for site in report.sites if site.kind != "torch.ops.flashonnx.attention"]
+    ours = ("torch.ops.flashonnx.attention", "torch.ops.flashonnx.attention_varlen")
+    others = [site for site in report.sites if site.kind not in ours]
     if not route.layers:
         return "no layer asked for its attention function"
     return f"'{others[0].node}' attends without it ({others[0].kind})" if others else ""
@@ -196,7 +215,7 @@ def _fuse(model: ir.Model, portable: bool) -> Report:
     """Fuses the whole model in place; the nodes of the translation table come into their best form by it."""
     from flashonnx.export import Report, fusion
     from flashonnx.export.operator import schema
-    from flashonnx.export.operator.cache_schema import KV_CACHE
+    from flashonnx.export.operator.cache_schema import KV_CACHE, VARLEN
     from flashonnx.export.pytorch import exporter_faults
 
     exporter_faults.spread_rotary_caches(model)
@@ -204,11 +223,17 @@ def _fuse(model: ir.Model, portable: bool) -> Report:
     caught = [node for node in model.graph.all_nodes() if (node.domain, node.op_type) == ours]
     for node in caught:
         _tidy(node, schema.ATTRIBUTES)
-    for node in [node for node in model.graph.all_nodes() if (node.domain, node.op_type) == (schema.DOMAIN, KV_CACHE)]:
-        _tidy(node, schema.OPERATORS[KV_CACHE], outputs=3)
+    for kind, outputs in ((KV_CACHE, 3), (VARLEN, 1)):
+        for node in [node for node in model.graph.all_nodes() if (node.domain, node.op_type) == (schema.DOMAIN, kind)]:
+            _tidy(node, schema.OPERATORS[kind], outputs)
     kinds = {node.name: _kind(node) for node in caught}
     report = fusion.fuse_ir(model, portable=portable)
-    sites = [dataclasses.replace(site, kind=kinds.get(site.node, site.kind)) for site in report.sites]
+    sites = [
+        dataclasses.replace(site, kind="torch.ops.flashonnx.attention_varlen", reason="")
+        if site.kind == VARLEN
+        else dataclasses.replace(site, kind=kinds.get(site.node, site.kind))
+        for site in report.sites
+    ]
     return Report(tuple(sites), report.notes)
 
 

@@ -18,11 +18,14 @@ def table() -> dict[Any, Callable[..., Any]]:
     import flashonnx.torch  # noqa: F401
     import torch
 
+    packed = getattr(torch.ops.flash_attn, "_flash_attn_varlen_forward", None)  # where that package is imported
     return {
+        **({packed.default: translate_flash_attn_varlen} if packed is not None else {}),
         torch.ops.aten.scaled_dot_product_attention.default: translate_sdpa,
         torch.ops.aten.softmax.int: translate_softmax,
         torch.ops.flashonnx.attention.default: translate_attention,
         torch.ops.flashonnx.attention_outputs.default: translate_attention_outputs,
+        torch.ops.flashonnx.attention_varlen.default: translate_varlen,
     }
 
 
@@ -78,6 +81,81 @@ def translate_attention_outputs(
     if not present:
         present_key = present_value = op.CastLike(_nothing(op), query)
     return y, present_key, present_value, sums if lse else _nothing(op)
+
+
+def translate_varlen(
+    query: Any,
+    key: Any,
+    value: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any = None,
+    sinks: Any = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    left_window_size: int = -1,
+    right_window_size: int = -1,
+    max_q_length: int = 0,
+    max_kv_length: int = 0,
+) -> Any:
+    """`torch.ops.flashonnx.attention_varlen` as a FlashAttentionVarlen node: its first output."""
+    import onnxscript
+    from flashonnx.export.operator import schema
+    from flashonnx.export.operator.cache_schema import VARLEN
+
+    op = _standard()
+    if cu_seqlens_k is cu_seqlens_q:
+        cu_seqlens_k = None
+    starts, ends = (
+        x if x is None or x.dtype.name == "INT32" else op.Cast(x, to=6) for x in (cu_seqlens_q, cu_seqlens_k)
+    )
+    if sinks is not None and sinks.dtype.name != "FLOAT":
+        sinks = op.Cast(sinks, to=1)  # TensorProto.FLOAT
+    inputs = [query, key, value, starts, ends, sinks]
+    while inputs[-1] is None:
+        inputs.pop()
+    given = {
+        "is_causal": int(is_causal), "scale": scale, "softcap": softcap, "left_window_size": left_window_size,
+        "right_window_size": right_window_size, "max_q_length": max_q_length, "max_kv_length": max_kv_length,
+    }  # fmt: skip
+    opset = onnxscript.values.Opset(schema.DOMAIN, schema.VERSION)
+    return opset.FlashAttentionVarlen(*inputs, **schema.without_defaults(given, VARLEN))[0]
+
+
+def translate_flash_attn_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    return_softmax: bool = False,
+    block_table: Any = None,
+    leftpad_k: Any = None,
+    seqused_k: Any = None,
+    zero_tensors: bool = False,
+) -> Any:
+    """flash-attn's flash_attn_varlen_func as a FlashAttentionVarlen node; the bounds of lengths were the example's."""
+    given = {"alibi_slopes": alibi_slopes, "block_table": block_table, "leftpad_k": leftpad_k, "seqused_k": seqused_k}
+    for name, value in given.items():
+        if value is not None:
+            raise NotImplementedError(f"flash_attn_varlen_func: '{name}' has no place in FlashAttentionVarlen")
+    if dropout_p:
+        warn_of_dropout(dropout_p)
+    y = translate_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal=causal, scale=softmax_scale, softcap=softcap,
+        left_window_size=window_size_left, right_window_size=window_size_right,
+    )  # fmt: skip
+    nothing = _nothing(_standard())
+    return y, nothing, nothing, nothing
 
 
 def _nothing(op: Any) -> Any:

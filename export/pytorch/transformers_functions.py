@@ -7,12 +7,16 @@ mean. `Route` gives them to an export, `flashonnx.transformers` to models that r
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from flashonnx.export.pytorch.transformers_masks import Bounds, bounds_of, describe
 
 # Not the name of a kernel: transformers looks up names with "flash" in them on its hub.
 NAME = "onnx_fused"
+# For layers that attend within packed sequences as a whole only if the name has "flash" in it, and else one by one.
+PACKED = "onnx_fused_flash"
 
 # What attention functions are given besides, and what none of transformers' own eager ones looks at.
 _HARMLESS = frozenset(
@@ -40,11 +44,13 @@ class Meaning:
         padding: (batch, keys) bool, True where the key counts; None: everywhere.
         lengths: (batch,) the number of keys, where the last query stands at the last key; None: where the first query
             stands at the first key.
+        packed: makes the full mask where several sequences are packed into one, for layers that are not told which.
     """
 
     bounds: Bounds
     padding: Any = None
     lengths: Any = None
+    packed: Callable[[], Any] | None = None
 
 
 class Functions:
@@ -100,13 +106,20 @@ class Functions:
             why = "the queries stand neither at the first nor at the last keys"
         elif attention_mask is not None and attention_mask.ndim != 2:
             why = f"the attention mask has {attention_mask.ndim} dimensions"
-        if bounds is None or why:
+
+        def full() -> Any:
             self._remark(f"a mask stays queries x keys: {why}")
-            kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+            skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
             return sdpa_mask(
                 batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
-                use_vmap=use_vmap, device=device, **kwargs,
+                use_vmap=use_vmap, device=device, **(kwargs | skip),
             )  # fmt: skip
+
+        within = None if use_vmap or at_end or attention_mask is not None else bounds_of(mask_function, packed=True)
+        if bounds is None and within is not None:
+            return self._token(Meaning(within, packed=functools.cache(full)), batch_size, q_length, kv_length, device)
+        if bounds is None or why:
+            return full()
         padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
         if padding is not None:
             padding = padding[:, kv_offset : kv_offset + kv_length].to(torch.bool)
@@ -134,6 +147,9 @@ class Functions:
         import torch
 
         layer = type(module).__name__
+        starts, ends = (kwargs.pop(f"cu_seq_lens_{name}", None) for name in "qk")
+        if starts is not None:  # bounds of their lengths would be those of the example
+            kwargs.pop("max_length_q", None), kwargs.pop("max_length_k", None)
         if kwargs.pop("output_attentions", None) or _weights_are_wanted():
             raise self._refuse(f"{layer} is to give its attention weights; set output_attentions to False")
         for name, argument in kwargs.items():
@@ -147,17 +163,34 @@ class Functions:
         if meaning is None and attention_mask is None:
             meaning = self._without_mask(module, query, key, is_causal)
         lengths, attributes = None, {}
+        if meaning is not None and meaning.packed is not None and starts is None:
+            attention_mask, meaning = meaning.packed(), None
         if meaning is not None:
             attributes, lengths = meaning.bounds.attributes(), meaning.lengths
             attention_mask = None if meaning.padding is None else meaning.padding[:, None, None, :]
         elif attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
             raise self._refuse(f"{layer} has a mask of dtype {attention_mask.dtype}, neither bool nor additive")
         attention_mask = _with_bias(attention_mask, position_bias, key)
+        if starts is not None and (attention_mask is not None or lengths is not None or query.shape[0] != 1):
+            raise self._refuse(f"{layer} packs sequences (cu_seq_lens_q) and has a mask, a bias or a batch besides")
         sinks = None if s_aux is None else s_aux.reshape(-1).float()
         # Eager layers add finfo.min where others leave out: a query that sees no key then gets the mean of V.
         mean = self._was_eager(module) and sinks is None
         if mean and attention_mask is not None and query.dtype != torch.float32:
             self._remark("queries that see no key get the mean of V, which eager layers in 16 bits give nearly")
+        if starts is not None:
+            packed = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
+            y = torch.ops.flashonnx.attention_varlen(
+                *packed,
+                starts,
+                starts if ends is None else ends,
+                sinks,
+                scale=scaling,
+                softcap=softcap or 0.0,
+                **attributes,
+            )
+            self._attended(module)
+            return y.unsqueeze(0), None
         y = self._attention(
             module, query, key, value, attention_mask, lengths, sinks,
             scale=scaling, softcap=softcap or 0.0, empty_row="mean" if mean else "zero", **attributes,

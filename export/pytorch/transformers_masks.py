@@ -31,19 +31,24 @@ class Bounds:
         return {name: side for name, side in sides.items() if side is not None}
 
 
-def bounds_of(function: Any) -> Bounds | None:
+def bounds_of(function: Any, *, packed: bool = False) -> Bounds | None:
     """The bounds that a mask function of transformers stands for; None if it may be more than bounds.
 
-    Recognised by name, and then asked: a function that does not answer as its name promises is not trusted.
+    Recognised by name, and then asked: a function that does not answer as its name promises is not trusted. With
+    `packed` what it says of several sequences in one is left out.
     """
     if getattr(function, "__module__", None) != MODULE:
         return None
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     held = {name: cell.cell_contents for name, cell in cells}
     if function.__qualname__ == "and_masks.<locals>.and_mask":
-        parts = [bounds_of(part) for part in held["mask_functions"]]
+        parts = [bounds_of(part, packed=packed) for part in held["mask_functions"]]
         known = [part for part in parts if part is not None]
         return functools.reduce(Bounds.__and__, known, Bounds()) if len(known) == len(parts) else None
+    if packed and function.__qualname__ == "packed_sequence_mask_function.<locals>.inner_mask":
+        return Bounds()
+    if packed and function.__qualname__ == "remap_positions_for_packed_sequence.<locals>.inner_mask":
+        return bounds_of(held.get("mask_function"), packed=True)  # as far from each other within their sequence
     window = held.get("sliding_window")
     if window is not None and not (isinstance(window, int) and 0 < window < _PROBE // 2):
         return None

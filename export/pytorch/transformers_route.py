@@ -19,7 +19,7 @@ import sys
 from types import TracebackType
 from typing import Any, Self
 
-from flashonnx.export.pytorch.transformers_functions import NAME, Functions, Meaning
+from flashonnx.export.pytorch.transformers_functions import NAME, PACKED, Functions, Meaning
 from flashonnx.export.pytorch.transformers_masks import MODULE, is_consecutive
 
 # Code that would make other masks, or none, for a name that it has never heard of.
@@ -46,7 +46,8 @@ class Route(Functions):
         self._configs = _configs(model)
         self._eager = {id(config) for config in self._configs if config._attn_implementation_internal == "eager"}
         self._before: list[tuple[Any, str, Any]] = []
-        self._registered: list[tuple[Any, Any]] = []
+        self._registered: list[tuple[Any, str, Any]] = []
+        self._packed = {id(config) for config in _packing(model)}
 
     def __enter__(self) -> Self:
         try:
@@ -58,10 +59,12 @@ class Route(Functions):
 
     def _begin(self) -> None:
         for interface, function in zip(_interfaces(), (self.attend, self.mask), strict=True):
-            self._registered.append((interface, interface._global_mapping.get(NAME)))
-            interface.register(NAME, function)
+            for name in (NAME, PACKED):
+                self._registered.append((interface, name, interface._global_mapping.get(name)))
+                interface.register(name, function)
         for config in self._configs:
-            self._set(config, "_attn_implementation_internal", NAME)
+            name = PACKED if id(config) in self._packed else NAME
+            self._set(config, "_attn_implementation_internal", name)
         masking = sys.modules[MODULE]
         find_packed = masking.find_packed_sequence_indices
         # Positions that the model has counted out itself hold one sequence; transformers looks for more in a trace.
@@ -74,11 +77,11 @@ class Route(Functions):
             holder, name, before = self._before.pop()
             setattr(holder, name, before)
         while self._registered:
-            interface, function = self._registered.pop()
+            interface, name, function = self._registered.pop()
             if function is None:
-                interface._global_mapping.pop(NAME, None)
+                interface._global_mapping.pop(name, None)
             else:
-                interface.register(NAME, function)
+                interface.register(name, function)
 
     def _set(self, holder: Any, name: str, value: Any) -> None:
         """Sets an attribute until the end."""
@@ -167,6 +170,24 @@ def _source(kind: type) -> str:
     try:
         return inspect.getsource(sys.modules[kind.__module__])
     except (OSError, TypeError, KeyError):
+        return ""
+
+
+def _packing(model: Any) -> list[Any]:
+    """The configurations of layers that attend within packed sequences, and only for flash attention as a whole."""
+    kinds = {type(module) for module in model.modules()}
+    packing = {kind for kind in kinds if "cu_seq_lens_q=" in _source_of(kind)}
+    layers = [module for module in model.modules() if type(module) in packing]
+    return [module.config for module in layers if hasattr(module, "config")]
+
+
+def _source_of(kind: type) -> str:
+    """The text of a class; empty if it is not at hand."""
+    if not kind.__module__.startswith("transformers."):
+        return ""
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
         return ""
 
 

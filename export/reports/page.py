@@ -98,7 +98,7 @@ h1 { font-size: 1.7rem; line-height: 1.2; margin: .1rem 0 1rem }
 .bar span { display: block; height: 100%; background: var(--good) }
 ul { display: flex; flex-wrap: wrap; gap: .8rem; list-style: none; margin: 0 0 .6rem; padding: 0 }
 li { background: var(--card); border: 1px solid var(--line); border-radius: .6rem; padding: .7rem 1.1rem;
-  min-width: 9rem; color: var(--dim); flex: 1 }
+  min-width: min-content; color: var(--dim); flex: 1 1 9rem }
 li b { display: block; font-size: 1.45rem; line-height: 1.3; color: var(--ink) }
 li.good b { color: var(--good) } li.bad b { color: var(--bad) }
 .at { color: var(--dim); font-size: .87rem; margin: 0 0 1.5rem }
@@ -107,7 +107,8 @@ table { border-collapse: collapse; width: 100% }
 th { font-weight: 600; font-size: .82rem; color: var(--dim); text-align: left; padding: .6rem .9rem;
   white-space: nowrap }
 td { border-top: 1px solid var(--line); padding: .6rem .9rem; vertical-align: top }
-td:nth-child(5) { white-space: nowrap; font-variant-numeric: tabular-nums; font-size: .9rem }
+td:nth-child(2), td:nth-child(5) { min-width: 10rem } td:nth-child(4) { min-width: 15rem }
+td:nth-child(5) { font-variant-numeric: tabular-nums; font-size: .9rem }
 code { font: .87em/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; overflow-wrap: anywhere }
 small { color: var(--dim) }
 .mark { font-size: .78rem; font-weight: 600; padding: .12rem .55rem; border-radius: 1rem; white-space: nowrap }

@@ -27,12 +27,12 @@ class StandardAttention(Rule):
     kinds = ("Attention", schema.OP_TYPE)
 
     def rewrite(self, fusion: Fusion, candidate: Candidate) -> Rewrite:
-        site = _read(candidate, fusion.opset)
-        _check_types(fusion, site)
+        site = read_operator(candidate, fusion.opset)
+        check_types(fusion, site)
         return rewrite_site(fusion, site, fusion.builder(site.node))
 
 
-def _read(candidate: Candidate, opset: int) -> Site:
+def read_operator(candidate: Candidate, opset: int) -> Site:
     node = candidate.node
     is_standard = candidate.kind == "Attention"
     names = schema.INPUTS[:-1] if is_standard else schema.INPUTS
@@ -52,7 +52,7 @@ def _read(candidate: Candidate, opset: int) -> Site:
     return Site(node, inputs, attributes, outputs, remark=remark)
 
 
-def _check_types(fusion: Fusion, site: Site) -> None:
+def check_types(fusion: Fusion, site: Site) -> None:
     facts, attributes = fusion.facts, site.attributes
     kind = facts.dtype(site.inputs["Q"])
     if kind not in FLOATS:

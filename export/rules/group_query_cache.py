@@ -57,7 +57,10 @@ def with_cache(op: Contributed, attributes: dict[str, Any], sinks: ir.Value | No
         attributes["left_window_size"] = window - 1
     if op.attribute("do_rotary"):
         if op.input("position_ids") is not None:
-            raise RefusalError("'position_ids' beside a cache: runtimes read them differently")
+            raise RefusalError(
+                "'position_ids' beside a cache: ONNX Runtime counts a first prompt's from its first one, and takes "
+                "each token's own later; without them positions follow from the lengths"
+            )
         inputs |= {"cos_cache": op.required("cos_cache"), "sin_cache": op.required("sin_cache")}
         attributes["rotary_interleaved"] = op.attribute("rotary_interleaved")
     inputs["cache_lengths"] = _lengths(op)

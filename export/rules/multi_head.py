@@ -7,6 +7,7 @@ from typing import Any
 
 import onnx_ir as ir
 from flashonnx.export.operator import schema
+from flashonnx.export.operator.cache_schema import KV_CACHE
 from flashonnx.export.rules.base import Fusion, Rewrite, Rule
 from flashonnx.export.rules.contributed import DOMAIN, Contributed, Count, attended, biased
 from flashonnx.export.rules.operator_site import Site, is_used
@@ -14,7 +15,8 @@ from flashonnx.export.rules.scores import RefusalError
 from flashonnx.export.sites.finder import Candidate
 from flashonnx.export.values.dims import Dim
 
-_BUFFER = "a cache that is written in place is for GroupQueryAttention; this operator reads its length on the host"
+_BUFFER = "a cache in one tensor for keys and values that is written in place has no place in the operator"
+_BEAMS = "beams that are picked from a cache have no place in the operator"
 _FILL = -10000.0  # what mask_filter_value is by default
 
 
@@ -57,7 +59,8 @@ class MultiHeadAttention(Rule):
     """com.microsoft::MultiHeadAttention: projected Q, K, V of three dimensions, K and V of four, or packed ones.
 
     The bias of the projections is added before; key_padding_mask and attention_bias become one
-    additive mask, no larger than they are. Past keys are put before the new ones, as there.
+    additive mask, no larger than they are. Past keys are put before the new ones, as there; with past_sequence_length
+    they are in a buffer that the new ones go into, which FlashAttentionKVCache has for a cache.
     """
 
     kinds = (f"{DOMAIN}::MultiHeadAttention",)
@@ -69,7 +72,7 @@ class MultiHeadAttention(Rule):
     def rewrite(self, fusion: Fusion, candidate: Candidate) -> Rewrite:
         op = Contributed(fusion, candidate.node, self.inputs)
         op.kind("query")
-        op.refuse(past_sequence_length=_BUFFER, cache_indirection=_BUFFER)
+        op.refuse(cache_indirection=_BEAMS)
         attributes = _attributes(op, op.attribute("num_heads"))
         outputs = op.outputs(3, qk="the fused operator never forms the scores, so remove it")
         query = op.required("query")
@@ -84,6 +87,8 @@ class MultiHeadAttention(Rule):
             keys = op.dims_of(key, "key", 3, 4)[-2]
         attributes["is_causal"] = _causal(op, q_dims[1], keys)
         past = op.input("past_key")
+        if op.input("past_sequence_length") is not None:
+            return self._in_place(op, (query, key, value), attributes)
         if past is not None:
             keys = keys + op.dims("past_key", 4)[2]
 
@@ -97,6 +102,38 @@ class MultiHeadAttention(Rule):
             "attn_mask": _mask(op, "key_padding_mask", (q_dims[0], q_dims[1], keys), count),
         }  # fmt: skip
         return op.rewrite(Site(op.node, inputs, attributes, outputs))
+
+    def _in_place(self, op: Contributed, tensors: tuple[ir.Value | None, ...], attributes: dict[str, Any]) -> Rewrite:
+        """Past keys in a buffer, as many of them as past_sequence_length says, for all sentences alike."""
+        query, key, value = tensors
+        if query is None or key is None or value is None or any(op.facts.rank(x) != 3 for x in (query, key, value)):
+            raise RefusalError("Q, K and V beside a buffer of past keys are expected to have three dimensions")
+        q_dims, past = op.dims("query", 3), op.required("past_key")
+        if op.dims_of(key, "key", 3)[1] != q_dims[1]:
+            raise RefusalError("nothing shows that there are as many new keys as queries")
+        length = op.required("past_sequence_length")
+
+        def lengths() -> ir.Value:
+            return op.op("Expand", op.op("Reshape", length, op.builder.ints([1])), op.count(query, 0))
+
+        def count() -> ir.Value:
+            before = op.op("Cast", length, dtype=ir.DataType.INT64, to=ir.DataType.INT64)
+            return op.op("Add", op.op("Reshape", before, op.builder.ints([1])), op.count(query, 1))
+
+        mask = op.input("key_padding_mask")
+        keys = (op.facts.dims(mask) or (op.facts.unknown(),))[-1]  # that of another size makes the original fail
+        inputs: dict[str, ir.Value | None] = {
+            "Q": query, "K": key, "V": value, "key_cache": past, "value_cache": op.required("past_value"),
+            "cache_lengths": op.shared(("lengths", length, q_dims[0]), lengths),
+            "attn_mask": _mask(op, "key_padding_mask", (q_dims[0], q_dims[1], keys), count),
+        }  # fmt: skip
+        made = op.fusion.cached(op.builder, KV_CACHE, inputs, attributes, 3, outputs=3)
+        node = made.producer()
+        assert node is not None
+        for name, present in zip(("past_key", "past_value"), node.outputs[1:], strict=True):
+            op.facts.set_dims(present, op.dims(name, 4))
+        replaced = dict(zip(op.node.outputs[:3], node.outputs, strict=False))
+        return op.replaced({old: new for old, new in replaced.items() if old.name}, made, "")
 
     def _separate(self, op: Contributed) -> tuple[ir.Value, ir.Value, ir.Value]:
         query, key, value, bias = op.required("query"), op.required("key"), op.input("value"), op.input("bias")

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import onnx_ir as ir
-from flashonnx.export.operator.cache_schema import KV_CACHE, VARLEN
+from flashonnx.export.layout.views import peel
+from flashonnx.export.operator.cache_schema import KV_CACHE, VARLEN, VARLEN_INPUTS
 from flashonnx.export.rules.base import Fusion, Rewrite, Rule
 from flashonnx.export.rules.contributed import DOMAIN, Contributed
 from flashonnx.export.rules.operator_site import is_used
 from flashonnx.export.rules.scores import RefusalError
 from flashonnx.export.sites.finder import Candidate
+from flashonnx.export.values.facts import Facts
 
 _QUANTIZED = "the cache is quantized, which no kernel reads"
 
@@ -66,6 +68,36 @@ def _width(op: Contributed, value: ir.Value) -> int:
     if width is None:
         raise RefusalError(f"the width of '{value.name}' is not known")
     return width
+
+
+class Varlen(Rule):
+    """FlashAttentionVarlen itself, its tensors taken where they lie as it wants them: (tokens, heads, size).
+
+    Exporters transpose them for an interface of four dimensions and back again.
+    """
+
+    kinds = (VARLEN,)
+
+    def rewrite(self, fusion: Fusion, candidate: Candidate) -> Rewrite:
+        node, facts = candidate.node, fusion.facts
+        given = dict(zip(VARLEN_INPUTS, node.inputs, strict=False))
+        before = {name: given[name] for name in "QKV"}
+        given |= {name: _upstream(facts, value) for name, value in before.items() if value is not None}
+        if all(given[name] is value for name, value in before.items()):
+            raise RefusalError("already fused")
+        attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+        builder = fusion.builder(node)
+        made = fusion.cached(builder, VARLEN, given, attributes, 3, outputs=len(node.outputs))
+        new = made.producer()
+        assert new is not None
+        return Rewrite(builder, dict(zip(node.outputs, new.outputs, strict=True)), (node,), "", made)
+
+
+def _upstream(facts: Facts, value: ir.Value) -> ir.Value:
+    """The first tensor of three dimensions that `value` is, through what moves its axes and moves them back."""
+    views = (peeled.view for peeled in peel(facts, value, scales=False))
+    same = (view.source for view in views if len(view.layout) == 3 and list(view.layout) == list(view.axes))
+    return next(same, value)
 
 
 class Paged(Rule):

@@ -35,7 +35,7 @@ class Matrix:
         return tuple(dim.value if dim.value is not None else _text(dim) for dim in self.dims)
 
     def __str__(self) -> str:
-        return " × ".join(map(str, self.names))
+        return " × ".join(f"({name})" if " " in str(name) else str(name) for name in self.names)
 
     def size(self, lengths: Mapping[str, int]) -> int | None:
         """Its bytes where named dimensions are `lengths`; None if a size is not known."""

@@ -68,10 +68,7 @@ class Dim:
         return Dim(terms)
 
     def divided_by(self, other: int | Dim) -> Dim | None:
-        """The quotient when it is exact for every value of the names, else None.
-
-        Divides by a single monomial, or by an equal polynomial or an integer multiple of one.
-        """
+        """The quotient when it is exact for every value of the names, else None."""
         divisor = Dim.of(other)
         if len(divisor.terms) == 1:
             ((monomial, count),) = divisor.terms.items()
@@ -82,12 +79,21 @@ class Dim:
                     return None
                 terms[rest] = c // count
             return Dim(terms)
-        if self.terms.keys() == divisor.terms.keys():
-            ratios = {divmod(c, divisor.terms[m]) for m, c in self.terms.items()}
-            if len(ratios) == 1:
-                ratio, remainder = ratios.pop()
-                return Dim.of(ratio) if remainder == 0 else None
-        return None
+        return self._divided_by_sum(divisor)
+
+    def _divided_by_sum(self, divisor: Dim) -> Dim | None:
+        """Long division, highest monomials first: in an exact quotient each step takes the highest one away."""
+        if not divisor.terms:
+            return None
+        first, rest, quotient = _highest(divisor), self, Dim.of(0)
+        while rest.terms:
+            step = Dim({m: c for m, c in rest.terms.items() if m == _highest(rest)}).divided_by(
+                Dim({first: divisor.terms[first]})
+            )
+            if step is None:
+                return None
+            quotient, rest = quotient + step, rest - step * divisor
+        return quotient
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, int):
@@ -107,6 +113,11 @@ class Dim:
         return " + ".join(parts)
 
     __repr__ = __str__
+
+
+def _highest(dim: Dim) -> Monomial:
+    """The monomial with the most factors; among equally many, one chosen so that products keep the order."""
+    return min(dim.terms, key=lambda monomial: (-len(monomial), monomial))
 
 
 def product(dims: Iterable[Dim]) -> Dim:
@@ -138,6 +149,18 @@ def minimum(a: Dim, b: Dim) -> Dim:
 def maximum(a: Dim, b: Dim) -> Dim:
     """The larger of two numbers."""
     return a + b - minimum(a, b)
+
+
+def equal(a: Dim, b: Dim) -> bool | None:
+    """Whether two numbers are equal; None where that is not known. A size never equals a negative number."""
+    if a == b:
+        return True
+    if a.value is not None and b.value is not None:
+        return False
+    for size, number in ((a, b), (b, a)):
+        if number.value is not None and number.value < 0 and all(count > 0 for count in size.terms.values()):
+            return False
+    return None
 
 
 def is_clipped(size: Dim, whole: Dim) -> bool:

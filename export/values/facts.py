@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from flashonnx.export.values import runtime_shapes
 from flashonnx.export.values.constants import FOLDED, folded
-from flashonnx.export.values.dims import Dim, maximum, minimum
-from flashonnx.export.values.operator_shapes import one_hot_row
+from flashonnx.export.values.contrib_shapes import TYPED_BY
+from flashonnx.export.values.dims import Dim, equal, maximum, minimum
+from flashonnx.export.values.operator_shapes import integer, one_hot_row
 from flashonnx.export.values.shape_rules import SHAPE_RULES
 
 Dims = tuple[Dim, ...]
@@ -39,6 +41,7 @@ class Facts:
         self._given: set[str] = set()  # names of sizes in use
         self._aliases: dict[str, Dim] = {}  # names of sizes that have another expression
         self.opset = opset_of(model.opset_imports)
+        self._functions = set(model.functions)
         self._graph(model.graph)
         for function in model.functions.values():
             self._nodes(function)
@@ -98,8 +101,7 @@ class Facts:
             if node is None:
                 return None
             if node.op_type == "ConstantOfShape" and not node.domain:
-                fill = node.attributes.get("value")
-                return float(fill.as_tensor().numpy().reshape(-1)[0]) if fill else 0.0
+                return float(fill.as_tensor().numpy().flat[0]) if (fill := node.attributes.get("value")) else 0.0
             if node.domain or node.op_type not in _REPEATING:
                 return None
             value = node.inputs[0]
@@ -134,8 +136,7 @@ class Facts:
                 fill = node.attributes.get("value")
                 kind = fill.as_tensor().dtype if fill else ir.DataType.FLOAT
             elif node.op_type in SHAPE_RULES and node.inputs:
-                source = 1 if node.op_type in ("Where", "CastLike") else 0
-                kind = self.dtype(node.inputs[source], depth + 1)
+                kind = self.dtype(node.inputs[TYPED_BY.get(node.op_type, 0)], depth + 1)
         if kind is not None:
             self._dtypes[value] = kind
         return kind
@@ -185,6 +186,8 @@ class Facts:
         if rule is not None:
             with contextlib.suppress(*_MALFORMED):
                 inferred = rule(self, node)
+        elif node.domain not in _OURS and node.op_identifier() not in self._functions:
+            inferred = self._asked(node)
         for index, value in enumerate(node.outputs):
             self._fixed[value] = fixed
             known = inferred[index] if inferred and index < len(inferred) else None
@@ -193,12 +196,18 @@ class Facts:
             with contextlib.suppress(*_MALFORMED):
                 self._fold(node)
 
+    def _asked(self, node: ir.Node) -> list[Dims | None]:
+        """What ONNX Runtime knows of an operator that we do not, if the model says nothing either."""
+        if all(value.shape is not None and value.dtype is not None for value in node.outputs if value.name):
+            return []
+        known = runtime_shapes.inferred(self, node)
+        self._dtypes |= {value: kind for value, (_, kind) in known.items() if kind is not None}
+        return [known.get(value, (None, None))[0] for value in node.outputs]
+
     def _declared(self, value: ir.Value) -> Dims | None:
         if value.shape is None:
             tensor = constant_tensor(value)
-            if tensor is None:
-                return None
-            return tuple(Dim.of(int(size)) for size in tensor.shape.numpy())
+            return tuple(Dim.of(int(size)) for size in tensor.shape.numpy()) if tensor is not None else None
         dims = []
         for dim in value.shape:
             text = dim if isinstance(dim, int) else dim.value
@@ -235,9 +244,8 @@ class Facts:
         if operator == "Shape":
             dims = self.dims(first)
             if dims is not None:
-                start = _integer(node, "start", 0)
-                end = _integer(node, "end", len(dims))
-                self._ints[output] = dims[slice(*slice(start, end).indices(len(dims)))]
+                part = slice(integer(node, "start", 0), integer(node, "end", len(dims)))
+                self._ints[output] = dims[slice(*part.indices(len(dims)))]
         elif operator in ("Squeeze", "Unsqueeze", "Reshape", "Identity", "Cast"):
             rank = self.rank(output)
             keeps = operator != "Cast" or node.attributes["to"].as_int() in _INTEGERS
@@ -253,6 +261,10 @@ class Facts:
             self._pick(node)
         elif operator in _ARITHMETIC and len(node.inputs) == 2:
             self._arithmetic(node)
+        elif operator == "Split":
+            self._cut(node)
+        elif operator == "Neg" and (known := self.ints(first)) is not None:
+            self._ints[output] = tuple(-number for number in known)
         elif operator in ("Equal", "Where", "ConstantOfShape"):
             self._choose(node)
         self._fold_numbers(node)
@@ -275,6 +287,15 @@ class Facts:
         start, end = (bound[0].value for bound in bounds if bound is not None)
         self._ints[node.outputs[0]] = data[slice(*slice(start, end).indices(len(data)))]
 
+    def _cut(self, node: ir.Node) -> None:
+        """What ONNX Runtime makes of several Gathers from one shape."""
+        numbers = self.ints(node.inputs[0]) if self.rank(node.inputs[0]) == 1 else None
+        for value in node.outputs:
+            size = (self.dims(value) or (self.unknown(),))[0].value
+            if numbers is None or size is None:
+                return
+            self._ints[value], numbers = numbers[:size], numbers[size:]
+
     def _choose(self, node: ir.Node) -> None:
         """TorchScript's Expand: the shape itself where it is not -1, else ones."""
         output = node.outputs[0]
@@ -288,7 +309,7 @@ class Facts:
             a, b = parts
             if a is None or b is None or len(a) != len(b):
                 return
-            tests = [_equal(x, y) for x, y in zip(a, b, strict=True)]
+            tests = [equal(x, y) for x, y in zip(a, b, strict=True)]
             if all(test is not None for test in tests):
                 self._constants[output] = np.array(tests, bool)
             return
@@ -353,31 +374,15 @@ def shape_of(dims: Dims) -> ir.Shape:
     return ir.Shape(sizes)
 
 
-def _equal(a: Dim, b: Dim) -> bool | None:
-    """Whether two numbers are equal; None where that is not known. A size never equals a negative number."""
-    if a == b:
-        return True
-    if a.value is not None and b.value is not None:
-        return False
-    for size, number in ((a, b), (b, a)):
-        if number.value is not None and number.value < 0 and all(count > 0 for count in size.terms.values()):
-            return False
-    return None
-
-
 def is_unknown(dim: Dim) -> bool:
     """Whether a dimension holds a made-up name."""
     return any(name.startswith("?") for name in dim.atoms)
 
 
-def _integer(node: ir.Node, name: str, default: int) -> int:
-    attribute = node.attributes.get(name)
-    return attribute.as_int() if attribute is not None else default
-
-
 # What an operator without the inputs or attributes that it must have raises here: nothing is known of its outputs then,
 # and whoever runs the model says what is wrong with it.
 _MALFORMED = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+_OURS = ("", "flashonnx")
 _KNOWN_DOMAINS = ("", "com.microsoft", "flashonnx")
 _TESTS = frozenset(
     ["Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "And", "Or", "Xor", "Not", "IsNaN", "IsInf"]

@@ -61,7 +61,12 @@ def conv(facts: Facts, node: ir.Node) -> Result:
     dims, kernel = (facts.dims(value) for value in node.inputs[:2])
     if dims is None or kernel is None or len(dims) != len(kernel) or len(dims) < 3:
         return [None]
-    rank = len(dims) - 2
+    return [(dims[0], kernel[0], *conv_sizes(facts, node, dims[2:], kernel[2:]))]
+
+
+def conv_sizes(facts: Facts, node: ir.Node, dims: Dims, kernel: Dims) -> list[Dim]:
+    """What becomes of the axes that a kernel goes along."""
+    rank = len(dims)
 
     def numbers(name: str, default: int, count: int) -> list[int]:
         return list(node.attributes[name].as_ints()) if name in node.attributes else [default] * count
@@ -70,7 +75,7 @@ def conv(facts: Facts, node: ir.Node) -> Result:
     explicit = "auto_pad" not in node.attributes or node.attributes["auto_pad"].as_string() in ("NOTSET", "VALID")
     sizes = []
     for index in range(rank):
-        size, width = dims[index + 2], kernel[index + 2].value
+        size, width = dims[index], kernel[index].value
         if width is None or not explicit:
             sizes.append(facts.unknown())
             continue
@@ -79,7 +84,7 @@ def conv(facts: Facts, node: ir.Node) -> Result:
             sizes.append(padded)
         else:
             sizes.append(Dim.of((padded.value - 1) // strides[index] + 1) if padded.value else facts.unknown())
-    return [(dims[0], kernel[0], *sizes)]
+    return sizes
 
 
 def pool(facts: Facts, node: ir.Node) -> Result:
@@ -123,10 +128,17 @@ def attention(facts: Facts, node: ir.Node) -> Result:
     q, k, v = (shape for shape in shapes if shape is not None)
     if not len(q) == len(k) == len(v) or len(q) not in (3, 4):
         return [None]
+    presents = _presents(facts, node, 4, k[-2])
     if len(q) == 4:
-        return [(*q[:3], v[3])]
+        return [(*q[:3], v[3]), *presents]
     size = v[2].divided_by(integer(node, "kv_num_heads")) if integer(node, "kv_num_heads") else None
-    return [(*q[:2], size * integer(node, "q_num_heads") if size is not None else facts.unknown())]
+    return [(*q[:2], size * integer(node, "q_num_heads") if size is not None else facts.unknown()), *presents]
+
+
+def _presents(facts: Facts, node: ir.Node, first: int, new: Dim) -> list[Dims | None]:
+    """Present keys and values where there are past ones, inputs `first` and the next: `new` ones more."""
+    pasts = [facts.dims(value) for value in node.inputs[first : first + 2]]
+    return [(*past[:2], past[2] + new, past[3]) if past is not None and len(past) == 4 else None for past in pasts]
 
 
 def projecting_attention(facts: Facts, node: ir.Node) -> Result:
@@ -144,11 +156,38 @@ def multi_head_attention(facts: Facts, node: ir.Node) -> Result:
     q, k, v = (facts.dims(value) for value in (*node.inputs[:3], None, None)[:3])
     if q is None:
         return [None]
-    heads = integer(node, "num_heads")
+    heads, presents = integer(node, "num_heads"), list["Dims | None"]()
     if node.op_type == "GroupQueryAttention":
         packed = q[2].divided_by(heads + 2 * integer(node, "kv_num_heads"))
         width = packed * heads if packed is not None and k is None else q[2] if k is not None else None
     else:
         source = v or k or q  # of three, four or, packed, five dimensions
         width = source[2] if len(source) == 3 else source[-1] * heads
-    return [(*q[:2], width if width is not None else facts.unknown())]
+        new = (k or q)[2 if k is not None and len(k) == 4 else 1]
+        presents = _presents(facts, node, 6, new)
+    return [(*q[:2], width if width is not None else facts.unknown()), *presents]
+
+
+def cached_attention(facts: Facts, node: ir.Node) -> Result:
+    """FlashAttentionKVCache: as Q, with the size of values, and the caches."""
+    q, keys, values = (facts.dims(node.inputs[index]) for index in (0, 3, 4))
+    return [_as_queries(facts, node, q, values[3] if values is not None and len(values) == 4 else None), keys, values]
+
+
+def packed_attention(facts: Facts, node: ir.Node) -> Result:
+    """FlashAttentionVarlen: as Q, with the size of V."""
+    q, _, v = (facts.dims(value) for value in node.inputs[:3])
+    heads = integer(node, "kv_num_heads")
+    size = None if v is None else v[-1] if len(v) == 3 else v[-1].divided_by(heads) if heads else None
+    return [_as_queries(facts, node, q, size)]
+
+
+def _as_queries(facts: Facts, node: ir.Node, q: Dims | None, size: Dim | None) -> Dims | None:
+    """Q's dimensions with `size` for that of a head; heads are an axis where the ranks are 4, or 3 of packed tokens."""
+    if q is None:
+        return None
+    is_packed = node.op_type == "FlashAttentionVarlen" or (len(node.inputs) > 7 and node.inputs[7] is not None)
+    if len(q) == (3 if is_packed else 4):
+        return (*q[:-1], size if size is not None else facts.unknown())
+    heads = integer(node, "q_num_heads")
+    return (*q[:-1], size * heads if size is not None and heads else facts.unknown())

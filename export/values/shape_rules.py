@@ -6,13 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
+from flashonnx.export.values.contrib_shapes import CONTRIB_RULES, SAME
 from flashonnx.export.values.dims import Dim, is_clipped, is_positive_or_zero, minimum, product
 from flashonnx.export.values.operator_shapes import (
     attention,
+    cached_attention,
     conv,
     integer,
     multi_head_attention,
     one_hot,
+    packed_attention,
     pad,
     pool,
     resized,
@@ -202,6 +205,8 @@ def _slice_size(size: Dim, start: Dim, end: Dim, step: Dim) -> Dim | None:
         return None
     if start.value is not None and start.value < 0 and end.value is not None and end.value >= 2**31 - 1:
         return minimum(size, Dim.of(-start.value))
+    if start.value is None and is_positive_or_zero(-start) and end.value is not None and end.value >= 2**31 - 1:
+        return minimum(size, -start)  # the last ones, as many as a size says
     if start != 0:
         to_end = end.value is not None and end.value >= 2**31 - 1
         return size - start if to_end and all(map(is_positive_or_zero, (start, size - start))) else None
@@ -304,10 +309,10 @@ def _gather_elements(facts: Facts, node: ir.Node) -> Result:
 _SAME = (
     "Identity Cast CastLike Softmax LogSoftmax Tanh Sigmoid Relu Gelu Erf Exp Log Sqrt Neg Abs Not "
     "IsNaN IsInf Reciprocal Dropout Trilu CumSum LayerNormalization RMSNormalization Clip Floor "
-    "SkipLayerNormalization SimplifiedLayerNormalization RotaryEmbedding LeakyRelu Elu HardSigmoid "
-    "FastGelu BiasGelu QuickGelu Sin Cos Softplus BitwiseNot Sign Ceil Round ScatterND "
+    "SimplifiedLayerNormalization RotaryEmbedding LeakyRelu Elu HardSigmoid Sin Cos Softplus BitwiseNot "
+    "Sign Ceil Round ScatterND "
     "BatchNormalization InstanceNormalization GroupNormalization GroupNorm LpNormalization HardSwish Mish Swish Selu "
-    "Celu ThresholdedRelu Softsign ScatterElements"
+    "Celu ThresholdedRelu Softsign ScatterElements TensorScatter QuantizeLinear DequantizeLinear"
 )
 _BINARY = (
     "Add Sub Mul Div Pow Where And Or Xor Equal Less LessOrEqual Greater GreaterOrEqual Max Min "
@@ -315,12 +320,12 @@ _BINARY = (
 )
 
 SHAPE_RULES: dict[str, Callable[[Facts, ir.Node], Result]] = {
-    **dict.fromkeys(_SAME.split(), _same),
+    **dict.fromkeys((*_SAME.split(), *SAME.split()), _same),
     **dict.fromkeys(_BINARY.split(), _elementwise),
     **dict.fromkeys(("ReduceMax", "ReduceMin", "ReduceSum", "ReduceMean"), _reduce),
-    "MatMul": _matmul,
-    "FusedMatMul": _matmul,
-    "Gemm": _gemm,
+    **CONTRIB_RULES,
+    **dict.fromkeys(("MatMul", "FusedMatMul", "GemmFastGelu", "MatMulIntegerToFloat"), _matmul),
+    **dict.fromkeys(("Gemm", "FusedGemm"), _gemm),
     "Einsum": _einsum,
     "Transpose": _transpose,
     "Reshape": _reshape,
@@ -337,7 +342,7 @@ SHAPE_RULES: dict[str, Callable[[Facts, ir.Node], Result]] = {
     "ConstantOfShape": _filled,
     "Flatten": _flatten,
     "GatherElements": _gather_elements,
-    "Conv": conv,
+    **dict.fromkeys(("Conv", "FusedConv"), conv),
     **dict.fromkeys(("MaxPool", "AveragePool", "LpPool", "GlobalAveragePool", "GlobalMaxPool"), pool),
     "OneHot": one_hot,
     "Tile": tile,
@@ -345,6 +350,8 @@ SHAPE_RULES: dict[str, Callable[[Facts, ir.Node], Result]] = {
     "Resize": resized,
     "Attention": attention,
     "FlashAttention": attention,
+    "FlashAttentionKVCache": cached_attention,
+    "FlashAttentionVarlen": packed_attention,
     "MultiHeadAttention": multi_head_attention,
     "GroupQueryAttention": multi_head_attention,
 }

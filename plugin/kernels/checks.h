@@ -87,6 +87,11 @@ flashonnx_status check_pair(const char* key_name, const flashonnx_tensor& key,
 flashonnx_status check_alias(const char* kind, const char* source_name,
                              const flashonnx_tensor& present, const flashonnx_tensor& source);
 
+// INVALID_ARGUMENT if what is written begins where another tensor does. Views of one buffer, keys
+// and values in turn, begin at different places.
+flashonnx_status check_apart(const char* name, const flashonnx_tensor& written,
+                             const char* other_name, const flashonnx_tensor& other);
+
 // Of validate_cache.cpp: what validate and validate_data say of caches, rotary embeddings and
 // ragged batches.
 flashonnx_status check_cache(const Params& params);

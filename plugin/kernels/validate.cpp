@@ -153,6 +153,15 @@ flashonnx_status check_alias(const char* kind, const char* source_name,
       kind, source_name);
 }
 
+flashonnx_status check_apart(const char* name, const flashonnx_tensor& written,
+                             const char* other_name, const flashonnx_tensor& other) {
+  if (written.data == nullptr || written.data != other.data) return ok();
+  return make_status(FLASHONNX_INVALID_ARGUMENT,
+                     "FlashAttention: '%s' is written and is expected to have other memory than "
+                     "'%s', got the same",
+                     name, other_name);
+}
+
 const char* dtype_name(int32_t dtype) {
   constexpr const char* kNames[] = {"none", "float32", "float16", "bfloat16", "float8_e4m3",
                                     "bool", "int8",    "int32",   "int64"};
@@ -199,6 +208,10 @@ flashonnx_status validate_data(const Params& p) {
     FLASHONNX_RETURN_IF_ERROR(check_data(name, tensor, rows));
   FLASHONNX_RETURN_IF_ERROR(check_alias("key", "past_key", p.present_k, p.past_k));
   FLASHONNX_RETURN_IF_ERROR(check_alias("value", "past_value", p.present_v, p.past_v));
+  if (past > 0) {
+    FLASHONNX_RETURN_IF_ERROR(check_apart("present_key", p.present_k, "past_value", p.past_v));
+    FLASHONNX_RETURN_IF_ERROR(check_apart("present_value", p.present_v, "past_key", p.past_k));
+  }
   return check_cache_data(p);
 }
 

@@ -164,6 +164,17 @@ flashonnx_status check_the_cache(const Params& p) {
   return check_product("q_heads * value_dim", p.q_heads, p.value_dim, 29);
 }
 
+// Caches that are only read may share their memory.
+flashonnx_status check_written_caches(const Params& p) {
+  if (!present(p.present_k))
+    return present(p.k) ? check_apart("key_cache", p.cache_k, "value_cache", p.cache_v) : ok();
+  FLASHONNX_RETURN_IF_ERROR(
+      check_apart("present_key_cache", p.present_k, "value_cache", p.cache_v));
+  FLASHONNX_RETURN_IF_ERROR(
+      check_apart("present_value_cache", p.present_v, "key_cache", p.cache_k));
+  return check_apart("present_key_cache", p.present_k, "present_value_cache", p.present_v);
+}
+
 }  // namespace
 
 flashonnx_status check_cache(const Params& p) {
@@ -204,7 +215,8 @@ flashonnx_status check_cache_data(const Params& p) {
     FLASHONNX_RETURN_IF_ERROR(check_data(name, tensor, rows));
   if (!cache) return ok();
   FLASHONNX_RETURN_IF_ERROR(check_alias("key_cache", "key_cache", p.present_k, p.cache_k));
-  return check_alias("value_cache", "value_cache", p.present_v, p.cache_v);
+  FLASHONNX_RETURN_IF_ERROR(check_alias("value_cache", "value_cache", p.present_v, p.cache_v));
+  return slots > 0 ? check_written_caches(p) : ok();
 }
 
 }  // namespace flashonnx

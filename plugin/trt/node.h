@@ -29,6 +29,7 @@ enum class Type {
 struct Port {
   const char* name;
   Type type;
+  flashonnx_tensor flashonnx_attention_params::* field;  // what it is to the seam
 };
 
 inline constexpr int32_t kMaxInputs = 13;

@@ -6,6 +6,8 @@
 namespace flashonnx::trt {
 namespace {
 
+using Params = flashonnx_attention_params;
+
 int64_t element_size(int32_t dtype) {
   if (dtype == FLASHONNX_INT8) return 1;
   if (dtype == FLASHONNX_INT64) return 8;
@@ -18,6 +20,12 @@ void bind(const Tensor& from, flashonnx_tensor* to, int64_t offset = 0) {
   to->data = from.data == nullptr
                  ? nullptr
                  : static_cast<char*>(from.data) + offset * element_size(from.dtype);
+}
+
+void bind_all(std::span<const Port> inputs, const InputTensors& in, std::span<const Port> outputs,
+              const OutputTensors& out, Params* params) {
+  for (size_t i = 0; i < inputs.size(); ++i) bind(in[i], &(params->*inputs[i].field));
+  for (size_t i = 0; i < outputs.size(); ++i) bind(out[i], &(params->*outputs[i].field));
 }
 
 flashonnx_status invalid(const char* attribute, const char* expected, const std::string& got) {
@@ -42,18 +50,18 @@ flashonnx_status require_pair(const Node& node, int32_t a, int32_t b, const char
 
 namespace attention {
 
-constexpr Port kInputs[] = {{"Q", Type::kQ},
-                            {"K", Type::kSame},
-                            {"V", Type::kSame},
-                            {"attn_mask", Type::kMask},
-                            {"past_key", Type::kSame},
-                            {"past_value", Type::kSame},
-                            {"nonpad_kv_seqlen", Type::kInteger},
-                            {"sinks", Type::kFloat}};
-constexpr Port kOutputs[] = {{"Y", Type::kSame},
-                             {"present_key", Type::kSame},
-                             {"present_value", Type::kSame},
-                             {"lse", Type::kFloat}};
+constexpr Port kInputs[] = {{"Q", Type::kQ, &Params::q},
+                            {"K", Type::kSame, &Params::k},
+                            {"V", Type::kSame, &Params::v},
+                            {"attn_mask", Type::kMask, &Params::mask},
+                            {"past_key", Type::kSame, &Params::past_k},
+                            {"past_value", Type::kSame, &Params::past_v},
+                            {"nonpad_kv_seqlen", Type::kInteger, &Params::key_lengths},
+                            {"sinks", Type::kFloat, &Params::sinks}};
+constexpr Port kOutputs[] = {{"Y", Type::kSame, &Params::o},
+                             {"present_key", Type::kSame, &Params::present_k},
+                             {"present_value", Type::kSame, &Params::present_v},
+                             {"lse", Type::kFloat, &Params::lse}};
 
 const char* usual_inputs(const Attributes& attributes) {
   return attributes.layout == Layout::kSeparate ? "Q,K,V" : "Q";
@@ -72,7 +80,7 @@ flashonnx_status check_presence(const Node& node) {
 }
 
 flashonnx_status fill_params(const Node& node, const InputTensors& in, const OutputTensors& out,
-                             Sizes sizes, flashonnx_attention_params* params) {
+                             Sizes sizes, Params* params) {
   flashonnx_attention_init(params);
   PackedOffsets packed;
   OutputShapes unused;
@@ -80,19 +88,11 @@ flashonnx_status fill_params(const Node& node, const InputTensors& in, const Out
                               in[kMask].shape,    in[kPastKey].shape, in[kPastValue].shape,
                               in[kLengths].shape, in[kSinks].shape};
   FLASHONNX_RETURN_IF_ERROR(describe(node.attributes, shapes, sizes, params, &packed, &unused));
-  const bool separate = node.attributes.layout == Layout::kSeparate;
-  bind(in[kQ], &params->q);
-  bind(in[separate ? kK : kQ], &params->k, packed.k);
-  bind(in[separate ? kV : kQ], &params->v, packed.v);
-  bind(in[kMask], &params->mask);
-  bind(in[kPastKey], &params->past_k);
-  bind(in[kPastValue], &params->past_v);
-  bind(in[kLengths], &params->key_lengths);
-  bind(in[kSinks], &params->sinks);
-  bind(out[kY], &params->o);
-  bind(out[kPresentKey], &params->present_k);
-  bind(out[kPresentValue], &params->present_v);
-  bind(out[kLse], &params->lse);
+  bind_all(kInputs, in, kOutputs, out, params);
+  if (node.attributes.layout != Layout::kSeparate) {  // Q's tensor has all three
+    bind(in[kQ], &params->k, packed.k);
+    bind(in[kQ], &params->v, packed.v);
+  }
   return ok();
 }
 
@@ -100,23 +100,23 @@ flashonnx_status fill_params(const Node& node, const InputTensors& in, const Out
 
 namespace cache {
 
-constexpr Port kInputs[] = {{"Q", Type::kQ},
-                            {"K", Type::kSame},
-                            {"V", Type::kSame},
-                            {"key_cache", Type::kSame},
-                            {"value_cache", Type::kSame},
-                            {"cache_lengths", Type::kInteger},
-                            {"block_table", Type::kInt32},
-                            {"cu_seqlens_q", Type::kInt32},
-                            {"cos_cache", Type::kTable},
-                            {"sin_cache", Type::kTable},
-                            {"position_ids", Type::kInt64},
-                            {"attn_mask", Type::kMask},
-                            {"sinks", Type::kFloat}};
-constexpr Port kOutputs[] = {{"Y", Type::kSame},
-                             {"present_key_cache", Type::kSame},
-                             {"present_value_cache", Type::kSame},
-                             {"lse", Type::kFloat}};
+constexpr Port kInputs[] = {{"Q", Type::kQ, &Params::q},
+                            {"K", Type::kSame, &Params::k},
+                            {"V", Type::kSame, &Params::v},
+                            {"key_cache", Type::kSame, &Params::cache_k},
+                            {"value_cache", Type::kSame, &Params::cache_v},
+                            {"cache_lengths", Type::kInteger, &Params::cache_lengths},
+                            {"block_table", Type::kInt32, &Params::block_table},
+                            {"cu_seqlens_q", Type::kInt32, &Params::cu_seqlens_q},
+                            {"cos_cache", Type::kTable, &Params::rotary_cos},
+                            {"sin_cache", Type::kTable, &Params::rotary_sin},
+                            {"position_ids", Type::kInt64, &Params::rotary_positions},
+                            {"attn_mask", Type::kMask, &Params::mask},
+                            {"sinks", Type::kFloat, &Params::sinks}};
+constexpr Port kOutputs[] = {{"Y", Type::kSame, &Params::o},
+                             {"present_key_cache", Type::kSame, &Params::present_k},
+                             {"present_value_cache", Type::kSame, &Params::present_v},
+                             {"lse", Type::kFloat, &Params::lse}};
 
 const char* usual_inputs(const Attributes&) { return "Q,K,V,key_cache,value_cache,cache_lengths"; }
 
@@ -134,7 +134,7 @@ flashonnx_status check_presence(const Node& node) {
 }
 
 flashonnx_status fill_params(const Node& node, const InputTensors& in, const OutputTensors& out,
-                             Sizes sizes, flashonnx_attention_params* params) {
+                             Sizes sizes, Params* params) {
   flashonnx_attention_init(params);
   CacheOutputs unused;
   const CacheShapes shapes = {in[kQ].shape,          in[kK].shape,          in[kV].shape,
@@ -143,23 +143,7 @@ flashonnx_status fill_params(const Node& node, const InputTensors& in, const Out
                               in[kSin].shape,        in[kPositions].shape,  in[kMask].shape,
                               in[kSinks].shape};
   FLASHONNX_RETURN_IF_ERROR(describe_cache(node.attributes, shapes, sizes, params, &unused));
-  bind(in[kQ], &params->q);
-  bind(in[kK], &params->k);
-  bind(in[kV], &params->v);
-  bind(in[kKeyCache], &params->cache_k);
-  bind(in[kValueCache], &params->cache_v);
-  bind(in[kLengths], &params->cache_lengths);
-  bind(in[kBlockTable], &params->block_table);
-  bind(in[kSequences], &params->cu_seqlens_q);
-  bind(in[kCos], &params->rotary_cos);
-  bind(in[kSin], &params->rotary_sin);
-  bind(in[kPositions], &params->rotary_positions);
-  bind(in[kMask], &params->mask);
-  bind(in[kSinks], &params->sinks);
-  bind(out[kY], &params->o);
-  bind(out[kPresentKey], &params->present_k);
-  bind(out[kPresentValue], &params->present_v);
-  bind(out[kLse], &params->lse);
+  bind_all(kInputs, in, kOutputs, out, params);
   return ok();
 }
 
@@ -167,13 +151,13 @@ flashonnx_status fill_params(const Node& node, const InputTensors& in, const Out
 
 namespace varlen {
 
-constexpr Port kInputs[] = {{"Q", Type::kQ},
-                            {"K", Type::kSame},
-                            {"V", Type::kSame},
-                            {"cu_seqlens_q", Type::kInt32},
-                            {"cu_seqlens_k", Type::kInt32},
-                            {"sinks", Type::kFloat}};
-constexpr Port kOutputs[] = {{"Y", Type::kSame}, {"lse", Type::kFloat}};
+constexpr Port kInputs[] = {{"Q", Type::kQ, &Params::q},
+                            {"K", Type::kSame, &Params::k},
+                            {"V", Type::kSame, &Params::v},
+                            {"cu_seqlens_q", Type::kInt32, &Params::cu_seqlens_q},
+                            {"cu_seqlens_k", Type::kInt32, &Params::cu_seqlens_k},
+                            {"sinks", Type::kFloat, &Params::sinks}};
+constexpr Port kOutputs[] = {{"Y", Type::kSame, &Params::o}, {"lse", Type::kFloat, &Params::lse}};
 
 const char* usual_inputs(const Attributes&) { return "Q,K,V,cu_seqlens_q"; }
 
@@ -183,20 +167,14 @@ flashonnx_status check_presence(const Node& node) {
 }
 
 flashonnx_status fill_params(const Node& node, const InputTensors& in, const OutputTensors& out,
-                             Sizes sizes, flashonnx_attention_params* params) {
+                             Sizes sizes, Params* params) {
   flashonnx_attention_init(params);
   VarlenOutputs unused;
   const VarlenShapes shapes = {in[kQ].shape,          in[kK].shape,          in[kV].shape,
                                in[kSequencesQ].shape, in[kSequencesK].shape, in[kSinks].shape};
   FLASHONNX_RETURN_IF_ERROR(describe_varlen(node.attributes, shapes, sizes, params, &unused));
-  bind(in[kQ], &params->q);
-  bind(in[kK], &params->k);
-  bind(in[kV], &params->v);
-  bind(in[kSequencesQ], &params->cu_seqlens_q);
-  bind(in[node.has_input(kSequencesK) ? kSequencesK : kSequencesQ], &params->cu_seqlens_k);
-  bind(in[kSinks], &params->sinks);
-  bind(out[kY], &params->o);
-  bind(out[kLse], &params->lse);
+  bind_all(kInputs, in, kOutputs, out, params);
+  if (!node.has_input(kSequencesK)) params->cu_seqlens_k = params->cu_seqlens_q;
   return ok();
 }
 

@@ -114,13 +114,23 @@ def load(model: Any) -> onnx.ModelProto:
     is_file = isinstance(model, (str, os.PathLike))
     if is_file or isinstance(model, (bytes, bytearray)):
         try:
-            proto = onnx.load(os.fspath(model)) if is_file else onnx.load_model_from_string(bytes(model))
+            if is_file:
+                proto = onnx.load(os.fspath(model), load_external_data=False)
+            else:
+                proto = onnx.load_model_from_string(bytes(model))
         except OSError:
             raise
         except Exception as error:  # protobuf's own exceptions differ between its versions
             raise ValueError(f"verify: {_name(model)} is not an ONNX model: {first_line(error)}") from error
         if not proto.HasField("graph"):
             raise ValueError(f"verify: {_name(model)} is not an ONNX model: it has no graph")
+        if is_file:
+            try:
+                onnx.load_external_data_for_model(proto, os.path.dirname(os.path.abspath(model)))
+            except Exception as error:  # a file that is missing is an error of the checker's own kind
+                raise ValueError(
+                    f"verify: the weights of {_name(model)} cannot be read: {first_line(error)}"
+                ) from error
         return proto
     raise TypeError(f"verify: expected a path, bytes, an onnx.ModelProto or a session, got {type(model).__name__}")
 

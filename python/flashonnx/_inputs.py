@@ -151,6 +151,16 @@ def evaluate(expression: str, sizes: Mapping[str, int], name: str) -> int:
         ) from None
 
 
+def names_in(expression: str) -> list[str]:
+    """The dimensions that `evaluate` would ask for; none of what it does not understand."""
+    try:
+        nodes = list(ast.walk(ast.parse(expression, mode="eval")))
+    except SyntaxError:
+        return []
+    functions = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    return list(dict.fromkeys(n.id for n in nodes if isinstance(n, ast.Name) and id(n) not in functions))
+
+
 def _values(spec: InputSpec, shape: tuple[int, ...], rng: np.random.Generator, left: bool) -> Array:
     name, kind = spec.name.lower(), np.dtype(spec.dtype).kind
     if "mask" in name and (kind in "iu" or len(shape) == 2) and shape:

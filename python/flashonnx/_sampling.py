@@ -1,33 +1,93 @@
-"""A token by its logits: the greatest, or one that is drawn."""
+"""A token by its logits: the greatest, or one that is drawn.
+
+This runs between two steps of a model, so that what looks at all words is a pass over memory, and nothing is sorted
+but the few that may be drawn.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+_BLOCK = 128
 
-def choose(logits: NDArray[Any], temperature: float, top_k: int, random: np.random.Generator) -> int:
-    """A token by its logits, (words,) of float32 or float16."""
-    if not temperature:
-        token = int(_ordered(logits).argmax())
-        finite = np.isfinite(logits[token])
-    else:
-        scaled = logits.astype(np.float64) / temperature
-        kept = np.argpartition(scaled, -top_k)[-top_k:] if 0 < top_k < len(scaled) else np.arange(len(scaled))
-        kept.sort()  # what is drawn does not depend on how they were found
-        weights = np.exp(scaled[kept] - scaled[kept].max()).cumsum()
-        finite = np.isfinite(weights[-1])
-        token = int(kept[min(np.searchsorted(weights, random.random() * weights[-1], "right"), len(kept) - 1)])
-    if not finite:
+
+@dataclass(frozen=True)
+class Draw:
+    """How tokens are chosen.
+
+    Attributes:
+        temperature: 0 takes the greatest logit; otherwise the logits are divided by it.
+        top_k: only that many greatest logits may be drawn; 0: all.
+        top_p: of those the fewest, most likely first, whose chances come to at least top_p; 1: all.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+def choose(logits: NDArray[Any], how: Draw, random: np.random.Generator) -> int:
+    """A token by its logits, (words,) of float32 or float16.
+
+    Raises:
+        FloatingPointError: the greatest is NaN or infinite.
+    """
+    if how.temperature:
+        logits = logits.astype(np.float32)
+    greatest = _greatest(logits)
+    if not np.isfinite(logits[greatest]):
         raise FloatingPointError("Generator: the model's logits are expected to be finite, got NaN or infinity")
-    return token
+    if not how.temperature:
+        return greatest
+    scaled = (logits - logits[greatest]) / np.float32(how.temperature)
+    kept = _greatest_few(scaled, how.top_k) if 0 < how.top_k < len(scaled) else None
+    weights = np.exp(scaled if kept is None else scaled[kept])
+    if how.top_p < 1:
+        nucleus = _nucleus(weights, how.top_p)
+        kept, weights = nucleus if kept is None else kept[nucleus], weights[nucleus]
+    token = _drawn(weights, random.random())
+    return token if kept is None else int(kept[token])
 
 
-def _ordered(logits: NDArray[Any]) -> NDArray[Any]:
-    """Numbers in the order of the logits. NumPy compares float16 slowly; their bits are integers almost in order."""
+def _greatest(logits: NDArray[Any]) -> int:
+    """Where the greatest is, of equal ones the first.
+
+    NumPy compares float16 slowly. Their bits as integers are in the order of the numbers if these are positive, and in
+    the opposite one if they are negative.
+    """
     if logits.dtype != np.float16:
-        return logits
-    bits = np.ascontiguousarray(logits).view(np.int16)
-    return np.asarray(bits ^ ((bits >> 15) & 0x7FFF))
+        return int(logits.argmax())
+    bits = logits.view(np.int16)
+    greatest = int(bits.argmax())
+    return greatest if bits[greatest] >= 0 else int(bits.argmin())
+
+
+def _greatest_few(x: NDArray[np.float32], count: int) -> NDArray[np.intp]:
+    """Where the `count` greatest are, in the order of their places."""
+    blocks = np.maximum.reduceat(x, np.arange(0, len(x), _BLOCK))
+    least = np.partition(blocks, -count)[-count] if count < len(blocks) else -np.inf  # as many are at least that
+    some = np.flatnonzero(x >= least)
+    return np.sort(some[np.argpartition(x[some], -count)[-count:]])
+
+
+def _nucleus(weights: NDArray[np.float32], top_p: float) -> NDArray[np.intp]:
+    """The fewest, greatest first and of equal ones the first, that come to at least top_p of the sum; by place."""
+    total = weights.sum(dtype=np.float64)
+    # All that are below an even share of what may be left out are left out: only the others are sorted.
+    some = np.flatnonzero(weights >= (1 - top_p) * total / len(weights))
+    some = some[np.argsort(-weights[some], kind="stable")]
+    count = int(np.searchsorted(weights[some].cumsum(dtype=np.float64), top_p * total, "left")) + 1
+    return np.sort(some[:count])
+
+
+def _drawn(weights: NDArray[np.float32], share: float) -> int:
+    """The place at which the running sum of the weights passes that share of their sum: first the block, then there."""
+    blocks = np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK), dtype=np.float64).cumsum()
+    block = min(int(np.searchsorted(blocks, share * blocks[-1], "right")), len(blocks) - 1)
+    before = blocks[block - 1] if block else 0.0
+    ends = before + weights[block * _BLOCK :][:_BLOCK].cumsum(dtype=np.float64)
+    return block * _BLOCK + min(int(np.searchsorted(ends, share * blocks[-1], "right")), len(ends) - 1)

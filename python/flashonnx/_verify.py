@@ -22,7 +22,7 @@ import numpy as np
 
 from flashonnx._candidate import Candidate, first_line
 from flashonnx._compare import ALL, OutputError, measure, rows_of
-from flashonnx._inputs import Array, Feeds, generate
+from flashonnx._inputs import Array, Feeds, InputSpec, generate
 from flashonnx._progress import step
 
 if TYPE_CHECKING:
@@ -163,6 +163,9 @@ def _cases(original: Candidate, inputs: Any, dims: Any, verdict: Verdict) -> lis
             if set(feeds) != set(original.inputs):
                 raise ValueError(f"verify: inputs are expected for {original.inputs}, got {sorted(feeds)}")
         arrays = [{name: np.asarray(x) for name, x in feeds.items()} for feeds in given]
+        for feeds in arrays:
+            for spec in original.specs:
+                _check_input(spec, feeds[spec.name])
         return [("the given inputs", feeds, run(feeds)) for feeds in arrays]
     cases = []
     for sizes, feeds in generate(original.specs, dims):
@@ -176,6 +179,17 @@ def _cases(original: Candidate, inputs: Any, dims: Any, verdict: Verdict) -> lis
             "verify: the original runs on no generated input: pass inputs or dims\n  " + "\n  ".join(verdict.notes)
         )
     return cases
+
+
+def _check_input(spec: InputSpec, array: Array) -> None:
+    if array.dtype != spec.dtype:
+        raise ValueError(f"verify: input '{spec.name}' is expected to be {spec.dtype}, got {array.dtype}")
+    fits = array.ndim == len(spec.shape) and all(
+        size in (n, None) or isinstance(size, str) for size, n in zip(spec.shape, array.shape, strict=True)
+    )
+    if spec.shape and not fits:  # without one the model does not say, or it is a single number
+        expected = ", ".join("?" if size is None else str(size) for size in spec.shape)
+        raise ValueError(f"verify: input '{spec.name}' is expected to have shape ({expected}), got {array.shape}")
 
 
 def _truths(original: Candidate, cases: list[Case], verdict: Verdict) -> tuple[list[Any], list[Any]]:

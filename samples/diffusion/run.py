@@ -8,6 +8,7 @@ nothing is downloaded. Needs `pip install flashonnx[torch,ort] diffusers`.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import flashonnx
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # on GPUs: float32 in full, as it is compared with the CPU's
 
 
 class Block(nn.Module):

@@ -9,12 +9,15 @@ then verified. Needs `pip install flashonnx[torch,ort]`.
 from __future__ import annotations
 
 import math
+import os
 import tempfile
 from pathlib import Path
 
 import flashonnx
 import torch
 from torch import Tensor, nn
+
+os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # on GPUs: float32 in full, as it is compared with the CPU's
 
 
 class CausalSelfAttention(nn.Module):

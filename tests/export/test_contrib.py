@@ -9,7 +9,7 @@ import onnx
 import pytest
 from contrib import SIZES, Inputs, Shape, fed, model
 from flashonnx.export import fuse
-from models import attributes, fuse_and_check, nodes, op_types, run
+from models import attributes, fuse_and_check, has_library, nodes, op_types, run
 from onnx import TensorProto, helper
 
 # -- MultiHeadAttention
@@ -107,6 +107,43 @@ def test_past(given: dict[str, Any], mask: Shape | None) -> None:
         assert nodes(fused)
 
 
+BUFFERS: dict[str, tuple[Inputs, dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "bias": ({"bias": [48]}, {}),
+    "scale, causal": ({}, {"scale": 0.2, "unidirectional": 1}),
+    "attention_bias": ({"attention_bias": ["b", 2, "s", "all"]}, {}),
+    "mask of keys": ({"mask": ["b", "all"]}, {}),
+}
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+@pytest.mark.parametrize("count", [1, 3])
+def test_past_in_a_buffer(name: str, count: int) -> None:
+    """past_sequence_length of the keys in the buffer count; new ones are written behind them."""
+    more, given = BUFFERS[name]
+    buffer: Shape = ["b", 2, "m", 8]
+    inputs: Inputs = {
+        **{n: ["b", "s", 16] for n in ("query", "key", "value")}, **dict.fromkeys(REST), "past_key": buffer,
+        "past_value": buffer, "total": [1], **more,
+    }  # fmt: skip
+    before = multi_head(inputs, {**Y, "present_key": buffer, "present_value": buffer}, **given)
+    fused, report = fuse(before)
+    assert report.fused == 1, str(report)
+    assert nodes(fused)[0].op_type == "FlashAttentionKVCache"
+    onnx.checker.check_model(fused, full_check=True)
+    for length in (0, 5):
+        sizes = {"b": 2, "s": count, "m": 9, "all": length + count}
+        given_inputs = fed(before, sizes, total=np.array([length], np.int32))
+        if "mask" in given_inputs:
+            given_inputs["mask"][:, 0] = 1
+        want = run(before, given_inputs)
+        for library in (False, True) if has_library() else (False,):
+            got = run(fused, given_inputs, library=library)
+            np.testing.assert_allclose(got[0], want[0], atol=2e-5)
+            for x, y in zip(got[1:], want[1:], strict=True):
+                np.testing.assert_allclose(x[:, :, : length + count], y[:, :, : length + count], atol=1e-6)
+
+
 def test_behind_a_projection() -> None:
     """Q, K and V cut out of one tensor are one tensor still."""
     before = multi_head({name: ["b", "s", 16] for name in ("query", "key", "value")})
@@ -171,8 +208,8 @@ def test_packed() -> None:
         ({"query": ["b", "s", 2, 3, 8], "key": None, "value": None, "bias": [48]}, Y, {}, "bias"),
         ({"key": None, "value": None}, Y, {}, "'key' is absent"),
         ({}, Y, {"scale": -1.0}, "not positive"),
-        ({"past_sequence_length": [1]}, Y, {}, "in place"),
-        ({"cache_indirection": ["b", 1, "t"]}, Y, {}, "in place"),
+        ({"past_sequence_length": [1]}, Y, {}, "'past_key' is absent"),
+        ({"cache_indirection": ["b", 1, "t"]}, Y, {}, "beams"),
     ],
 )
 def test_multi_head_left(inputs: Inputs, outputs: dict[str, Shape], given: dict[str, Any], reason: str) -> None:

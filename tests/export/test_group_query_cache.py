@@ -145,9 +145,14 @@ MORE: dict[str, dict[str, Any]] = {
     "bias": {"more": {"attention_bias": ["b", Q_HEADS, "s", "total"]}},
     "bias for all": {"more": {"attention_bias": [1, 1, "s", "total"]}},
     "bias, not causal": {"causal": 0, "more": {"attention_bias": ["b", 1, "s", "total"]}},
+    "packed, all": {"packed": True, "rotary": SIZE // 2, "rotary_interleaved": 1, "local_window_size": 3, "scale": 0.2,
+                    "softcap": 1.5, "more": {"head_sink": [Q_HEADS]}},
+    "packed, bias, smooth": {"packed": True, "smooth_softmax": 1,
+                             "more": {"attention_bias": [1, Q_HEADS, "s", "total"]}},
+    "half, packed": {"kind": TensorProto.FLOAT16, "packed": True, "local_window_size": 4},
     "half": {"kind": TensorProto.FLOAT16, "rotary": SIZE // 2},
     "older opset": {"opset": 16, "rotary": SIZE // 2, "local_window_size": 5},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MORE)

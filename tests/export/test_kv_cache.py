@@ -180,6 +180,14 @@ def test_rotations_that_change_with_the_longest_sequence(kind: str, tmp_path: Pa
         flashonnx.export_onnx(model, (), tmp_path / "x.onnx", kv_cache="static")
 
 
+def test_training_mode_is_refused(tmp_path: Path) -> None:
+    """Its Dropout would go into the file and draw at every step."""
+    model, path = made("llama").train(), tmp_path / "x.onnx"
+    with pytest.raises(CacheExportError, match=r"LlamaForCausalLM is in training mode.*call model\.eval\(\) first"):
+        flashonnx.export_onnx(model, (), path, kv_cache="static")
+    assert model.training and not path.exists()
+
+
 def test_last_logits_alone(tmp_path: Path) -> None:
     """What the model takes besides goes into every call."""
     model, path = made("llama"), tmp_path / "last.onnx"

@@ -195,7 +195,7 @@ def test_html() -> None:
     cells = [[cell.strip() for cell in row] for row in reader.rows if row]
     assert cells[0][:2] == ["fused", "node_softmax"]
     assert cells[0][2:4] == ["SoftmaxMatMul → Softmax → MatMul", "FlashAttention(3-D, scale=0.125)"]
-    assert cells[0][4] == "batch × 12 × sequence × sequence + past50.3 MB"
+    assert cells[0][4] == "batch × 12 × sequence × (sequence + past)50.3 MB"
     assert cells[1] == ["left", "node_<odd>", "Attention", SITES[1].reason, "–"]
     assert not {"script", "link", "img"} & reader.tags
     assert "url(" not in page

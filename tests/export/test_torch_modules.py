@@ -255,3 +255,21 @@ def test_fast_path_is_off_only_while_exporting(tmp_path: Path) -> None:
     assert not any(seen)
     assert torch.backends.mha.get_fastpath_enabled()
     assert nn.modules.transformer._detect_is_causal_mask is look
+
+
+@pytest.mark.parametrize(("part", "said"), [(None, ""), ("", "'Model' and 5 more modules are"), ("1", "'1' is")])
+def test_training_mode_is_told(part: str | None, said: str, tmp_path: Path) -> None:
+    """Also of a part alone, of which torch says nothing; its dropout would make each answer another."""
+    layer = nn.Sequential(nn.MultiheadAttention(WIDTH, HEADS), nn.Dropout(0.5))
+
+    class Model(nn.Sequential):
+        def forward(self, x: Any) -> Any:
+            return self[1](self[0][0](x, x, x, need_weights=False)[0])
+
+    model = Model(layer, nn.Dropout(0.5)).eval()
+    if part is not None:
+        model.get_submodule(part).train()
+    report = flashonnx.export_onnx(model, (torch.randn(S, B, WIDTH),), tmp_path / "model.onnx")
+    assert report.fused == report.total == 1
+    notes = [note for note in report.notes if "training mode" in note]
+    assert len(notes) == bool(said) and all(note.startswith(said) for note in notes), notes

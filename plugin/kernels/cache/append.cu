@@ -15,7 +15,7 @@
 #include <type_traits>
 
 #include "kernels/cache/prepare.h"
-#include "kernels/common/cuda.h"
+#include "kernels/common/overlap.cuh"
 
 namespace flashonnx {
 namespace {
@@ -212,9 +212,9 @@ template <class T, int V>
 __device__ void copy_heads(const Job& job, const Token& token, int32_t row, int32_t block,
                            const Deal& deal, const flashonnx_tensor& source,
                            const flashonnx_tensor& target, int64_t dim) {
-  const int64_t from = offset_of(job, token, row, 0, source), to = place_of(job, token, target);
+  const int64_t from = offset_of(job, token, row, 0, source);
+  int64_t to = -1;
   const int32_t heads = static_cast<int32_t>(job.given.kv_heads);
-  if (to < 0) return;
   deal_out(
       deal, block, static_cast<int32_t>(dim / V), [&](int32_t part, int32_t first, int32_t step) {
         for (int32_t head = first; head < heads; head += kRows * step) {
@@ -224,6 +224,9 @@ __device__ void copy_heads(const Job& job, const Token& token, int32_t row, int3
             if (head + i * step >= heads) break;
             load<T, V>(source.data, from + (head + i * step) * source.stride[1] + part * V, x[i]);
           }
+          // After the elements were asked for: they do not depend on lengths.
+          if (head == first) to = place_of(job, token, target);
+          if (to < 0) return;
 #pragma unroll
           for (int i = 0; i < kRows; ++i) {
             if (head + i * step >= heads) break;
@@ -337,6 +340,10 @@ __device__ void clear_row(const Job& job, int32_t row, int32_t first, int32_t th
 
 template <class T, int V>
 __global__ void __launch_bounds__(kBlockThreads) append_kernel(const __grid_constant__ Job job) {
+  prefetch_parameter(job);
+  wait_for_predecessor();
+  // What follows takes its place now; not before, as the kernel before still has it.
+  let_dependents_launch();
   const int64_t block = blockIdx.x;
   if (block == job.tokens) {
     if (blockIdx.y == 0) count(job);
@@ -444,6 +451,13 @@ flashonnx_status launch(Job job, cudaStream_t stream) {
   config.gridDim = dim3(static_cast<unsigned>(job.tokens) + 1, std::max(blocks, 1));
   config.blockDim = dim3(kBlockThreads);
   config.stream = stream;
+  cudaLaunchAttribute attribute = overlap_attribute();
+  bool hopper = false, overlaps = false;
+  FLASHONNX_RETURN_IF_ERROR(
+      has_hopper_code(reinterpret_cast<const void*>(append_kernel<T, V>), &hopper));
+  FLASHONNX_RETURN_IF_ERROR(driver_overlaps(&overlaps));
+  config.attrs = &attribute;
+  config.numAttrs = hopper && overlaps && p.device.arch == 90 ? 1 : 0;
   return cuda_status(cudaLaunchKernelEx(&config, append_kernel<T, V>, job), "cache append kernel");
 }
 

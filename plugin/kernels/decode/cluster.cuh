@@ -75,19 +75,4 @@ __device__ __forceinline__ void store_remote(uint32_t to, float2 x, uint32_t bar
 #endif
 }
 
-// Kernels that follow may be launched while this one still runs; they wait for its end themselves.
-__device__ __forceinline__ void let_dependents_launch() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-// For a launch that may begin while the kernel before it still runs: until all that it wrote is
-// there. Nothing otherwise.
-__device__ __forceinline__ void wait_for_predecessor() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 }  // namespace flashonnx::decode

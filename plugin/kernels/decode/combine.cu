@@ -14,6 +14,8 @@ constexpr int kWarps = 4;
 template <class T>
 __global__ void __launch_bounds__(32 * kWarps)
     combine(const __grid_constant__ Problem p, const __grid_constant__ Decode d) {
+  prefetch_parameter(p);
+  prefetch_parameter(d);
   const int64_t packed = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
   if (packed >= d.all_rows) return;
   // As in work_of: rows of a tile, tiles of a key head, key heads of a batch entry.
@@ -53,8 +55,7 @@ flashonnx_status launch_combine(const Problem& problem, const Decode& decode, bo
   bool hopper = false;
   FLASHONNX_RETURN_IF_ERROR(has_hopper_code(reinterpret_cast<const void*>(kernel), &hopper));
   if (hopper && overlap) {
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+    attribute = overlap_attribute();
     config.attrs = &attribute;
     config.numAttrs = 1;
   }

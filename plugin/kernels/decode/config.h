@@ -18,9 +18,9 @@ struct Tiling {
   static constexpr int kSteps = kDim / 16;  // of Q K^T over features; tiles of V^T P^T's rows
   static constexpr int kMaxWarps = 8;
 
-  // Shared memory: a ring of tiles for each warp; Q; a barrier for, and what other blocks of the
-  // cluster send: 16-byte pieces of outputs and {maximum, sum} of each row; then the warps' own of
-  // these.
+  // Shared memory: a ring of tiles for each warp; Q; {maximum, sum} of each row from each warp. In
+  // clusters also a barrier for, and what other blocks send: 16-byte pieces of outputs and the same
+  // sums.
   static constexpr int kMaxCluster = 8;
   static constexpr int kTileBytes = kKeys * kDim * 2;
   static constexpr int kStageBytes = 2 * kTileBytes;  // K, V
@@ -31,8 +31,9 @@ struct Tiling {
   static constexpr int kReceivedSumsBytes = kMaxCluster * kRows * 8;
   static constexpr int kSumsBytes = kMaxWarps * kRows * 8;
   static constexpr int kBarrierBytes = 16;
+  static constexpr int kOwnBytes = kQueryBytes + kSumsBytes;
   static constexpr int kExtraBytes =
-      kBarrierBytes + kQueryBytes + kReceivedBytes + kReceivedSumsBytes + kSumsBytes;
+      kOwnBytes + kBarrierBytes + kReceivedBytes + kReceivedSumsBytes;
   // A warp's outputs take its ring's place, in rows whose distance spreads them over all banks.
   static constexpr int kOutputRow = kDim + 4;
   static_assert(kRows * kOutputRow * 4 <= kRingBytes);

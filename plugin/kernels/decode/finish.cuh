@@ -7,6 +7,7 @@
 #pragma once
 
 #include "kernels/common/finish.cuh"
+#include "kernels/common/overlap.cuh"
 #include "kernels/decode/cluster.cuh"
 #include "kernels/decode/mask.cuh"
 
@@ -116,19 +117,20 @@ __device__ __forceinline__ void publish(const Lane& lane, const RowState<C>& sta
 template <class C>
 struct Shared {
   unsigned char* const rings;
-  const uint32_t queries, barrier;
+  const uint32_t queries;
+  float2* const sums;  // [warp][row]
+  const uint32_t barrier;
   float4* const received;       // of each block of the cluster, its pieces of this block's share
   float2* const received_sums;  // [block][row]
-  float2* const sums;           // [warp][row]
   __device__ __forceinline__ Shared(unsigned char* memory, int warps)
       : rings(memory),
         queries(sm80::shared_address(memory) + warps * C::kRingBytes),
-        barrier(queries + C::kQueryBytes),
-        received(reinterpret_cast<float4*>(memory + warps * C::kRingBytes + C::kQueryBytes +
+        sums(reinterpret_cast<float2*>(memory + warps * C::kRingBytes + C::kQueryBytes)),
+        barrier(queries + C::kOwnBytes),
+        received(reinterpret_cast<float4*>(memory + warps * C::kRingBytes + C::kOwnBytes +
                                            C::kBarrierBytes)),
         received_sums(reinterpret_cast<float2*>(reinterpret_cast<unsigned char*>(received) +
-                                                C::kReceivedBytes)),
-        sums(received_sums + C::kMaxCluster * C::kRows) {}
+                                                C::kReceivedBytes)) {}
 };
 
 // Pieces of 4 features are dealt out to the blocks of a cluster: this many to each, but for the

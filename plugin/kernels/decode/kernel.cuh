@@ -101,13 +101,13 @@ __device__ __forceinline__ void walk(const Block<T, C>& block, const Shared<C>& 
   bool missing = false;  // a page, in this tile or one before
 #pragma unroll 1
   for (int stage = 0; stage < C::kStages; ++stage) {
-    const auto pages = loader.pages_of_stage(first_pages, stage);
+    const int32_t page_of_stage = loader.page_of_stage(first_pages, stage);
     if (ahead < block.last_tile)
-      missing |= !loader.copy(p, ahead, pages, ring + stage * C::kStageBytes);
+      missing |= !loader.copy(p, ahead, page_of_stage, ring + stage * C::kStageBytes);
     commit_copies();
     ahead += step;
   }
-  auto pages = loader.pages_of(ahead);
+  int32_t page = loader.page_of_tile(ahead);
   Queries<C> q;
   if (!kCareful) {
     copy_queries(block, shared.queries);
@@ -156,10 +156,10 @@ __device__ __forceinline__ void walk(const Block<T, C>& block, const Shared<C>& 
       add_values<T, C>(scores, stage + lane_v, state);
     }
     __syncwarp();
-    if (ahead < block.last_tile) missing |= !loader.copy(p, ahead, pages, stage);
+    if (ahead < block.last_tile) missing |= !loader.copy(p, ahead, page, stage);
     commit_copies();
     ahead += step;
-    pages = loader.pages_of(ahead);
+    page = loader.page_of_tile(ahead);
     stage += C::kStageBytes;
     if (stage == ring + C::kRingBytes) stage = ring;
   }
@@ -181,6 +181,8 @@ template <class T, class C>
 __global__ void __launch_bounds__(32 * C::kMaxWarps, 1)
     attend(const __grid_constant__ Problem p, const __grid_constant__ Decode d) {
   unsigned char* const memory = sm80::shared_memory();
+  prefetch_parameter(p);
+  prefetch_parameter(d);
   // What does not read memory is done before: see Grid::overlap.
   if (p.key_lengths || d.first_queries || d.first_keys) wait_for_predecessor();
   const Block<T, C> block(p, d);

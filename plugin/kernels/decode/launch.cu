@@ -16,13 +16,13 @@ constexpr int64_t divide_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
 
 // What the choice of a grid knows of a tiling.
 struct Shape {
-  int dim, rows, ring_bytes, extra_bytes;
+  int dim, rows, ring_bytes, extra_bytes, own_bytes;
   flashonnx_status (*launch)(const Problem&, const Decode&, const Grid&, bool, cudaStream_t);
 };
 
 template <class C>
 constexpr Shape shape_of(decltype(Shape::launch) launch) {
-  return {C::kDim, C::kRows, C::kRingBytes, C::kExtraBytes, launch};
+  return {C::kDim, C::kRows, C::kRingBytes, C::kExtraBytes, C::kOwnBytes, launch};
 }
 
 Shape shape_of(const Params& params) {
@@ -41,6 +41,29 @@ constexpr int kMaxWarps = Tiling128::kMaxWarps;
 constexpr int64_t kTileKeys = Tiling128::kKeys;
 constexpr int64_t kMaxPartitions = 64;
 constexpr int64_t kFixedSplits = 8;  // where results may not depend on batch mates
+
+// Elements of the unit in which places of keys are counted: a vector's, or one.
+int64_t place_unit(const Params& params) {
+  constexpr int64_t kVector = kUnitBytes / 2;
+  bool vectors = true;
+  for (const flashonnx_tensor& tensor : {params.k, params.v}) {
+    vectors &= tensor.stride[2] % kVector == 0;
+    vectors &= !present(params.block_table) || tensor.stride[0] % kVector == 0;
+  }
+  return vectors ? kVector : 1;
+}
+
+// Whether 32 bits count the units from the first place of a tensor to its last one.
+bool places_fit(const Params& params, const flashonnx_tensor& tensor) {
+  const bool paged = present(params.block_table);
+  const auto slots = static_cast<double>(paged ? params.page_size : params.kv_length);
+  const auto pages = static_cast<double>(paged ? params.num_pages : 0);
+  const auto page = static_cast<double>(tensor.stride[0]),
+             row = static_cast<double>(tensor.stride[2]);
+  const double last = slots * row + pages * (paged ? page : 0);
+  return row >= 0 && (!paged || page >= 0) &&
+         last < 0x1p32 * static_cast<double>(place_unit(params));
+}
 
 // Warps of a block, whose rings want much shared memory, if so many blocks are to share a
 // multiprocessor.
@@ -76,6 +99,12 @@ Split split_of(const Params& params, const Shape& shape) {
     const int64_t wanted = std::clamp<int64_t>(divide_up(tiles, kFixedTiles), 1, kFixedSplits);
     return largest > 1 ? Split{whole, wanted, 1} : Split{whole, 1, wanted};
   }
+#ifdef SPLIT_WARPS
+  if (units * tiles > 8 * processors) {
+    const int64_t slots = processors * 8 / SPLIT_WARPS;
+    return {SPLIT_WARPS, 1, std::clamp<int64_t>(slots / units, 1, kMaxPartitions)};
+  }
+#endif
   // Little work: what counts is how soon it begins and how quickly results are together.
   if (largest > 1 && units * tiles <= 8 * processors) {
     const int64_t warps = std::min<int64_t>(whole, 4);
@@ -118,13 +147,10 @@ const char* refusal(const Params& params) {
   if (params.q_length > 1 && (rows > 64 || params.q_length > 16)) return "is for few queries";
   if (params.batch * params.kv_heads * divide_up(rows, 8) * 16 > kMaxCount)
     return "starts up to 2^31 blocks";
-  const auto far_apart = [](int64_t stride) { return stride < 0 || stride > kMaxCount; };
-  const bool paged = present(params.block_table);
-  if (far_apart(params.k.stride[2]) || far_apart(params.v.stride[2]) ||
-      (paged && (far_apart(params.k.stride[0]) || far_apart(params.v.stride[0])))) {
-    return "takes keys, and pages, that are up to 4 GB apart";
-  }
-  if (paged && params.page_size > kMaxCount) return "does pages of up to 2^31 slots";
+  if (!places_fit(params, params.k) || !places_fit(params, params.v))
+    return "takes 64 GB of keys, or of pages, at most (8 GB where they are no whole vectors)";
+  if (present(params.block_table) && params.page_size > kMaxCount)
+    return "does pages of up to 2^31 slots";
   return nullptr;
 }
 
@@ -170,18 +196,19 @@ flashonnx_status launch(const Params& params, void* workspace, void* stream) {
   if (present(params.cu_seqlens_k))
     d.first_keys = static_cast<const int32_t*>(params.cu_seqlens_k.data);
   d.page_size = Divider(1), d.pages = 1;
-  d.k_row_bytes = static_cast<uint32_t>(params.k.stride[2] * 2);
-  d.v_row_bytes = static_cast<uint32_t>(params.v.stride[2] * 2);
+  const int64_t unit = place_unit(params);
+  d.unit_bytes = static_cast<uint32_t>(unit * 2);
+  d.k_row_units = static_cast<uint32_t>(params.k.stride[2] / unit);
+  d.v_row_units = static_cast<uint32_t>(params.v.stride[2] / unit);
   if (paged) {
     d.block_table = static_cast<const int32_t*>(params.block_table.data);
     d.table_batch = params.block_table.stride[0];
     d.table_page = params.block_table.stride[1];
     d.pages = static_cast<uint32_t>(
         std::min<int64_t>(params.num_pages, std::numeric_limits<int32_t>::max()));
-    d.k_page_bytes = static_cast<uint32_t>(params.k.stride[0] * 2);
-    d.v_page_bytes = static_cast<uint32_t>(params.v.stride[0] * 2);
+    d.k_page_units = static_cast<uint32_t>(params.k.stride[0] / unit);
+    d.v_page_units = static_cast<uint32_t>(params.v.stride[0] / unit);
     d.page_size = Divider(static_cast<uint32_t>(params.page_size));
-    d.page_of_tiles = params.page_size % kTileKeys == 0;
   }
   // Bounds that bound nothing, or all, may be cut as long as they stay so after any shift.
   constexpr int64_t kFar = 2 * kMostPositions;
@@ -224,16 +251,18 @@ flashonnx_status launch(const Params& params, void* workspace, void* stream) {
   Grid grid = {};
   grid.units = units, grid.cluster = split.cluster, grid.partitions = split.partitions;
   grid.adaptable = !params.fixed_split && split.partitions == 1;
-  grid.shared_bytes = d.warps * shape.ring_bytes + shape.extra_bytes;
+  grid.shared_bytes =
+      d.warps * shape.ring_bytes + (split.cluster > 1 ? shape.extra_bytes : shape.own_bytes);
   grid.shared_limit = params.device.shared_memory;
-  // Graphs hold such launches from CUDA 12.3 on. Where it takes long, there is nothing to win.
-  constexpr int kOverlapDriver = 12030;
+  // Lengths in int32 are those that the append kernel wrote, which comes before and is small.
+  grid.room = params.key_lengths.dtype == FLASHONNX_INT32 && params.offset_from_lengths;
+  // Where it takes long, there is nothing to win.
   constexpr int64_t kLongBytes = int64_t{512} << 20;
   const int64_t bytes =
       params.batch * params.kv_heads * params.kv_length * (params.head_dim + params.value_dim) * 2;
-  int driver = 0;
-  FLASHONNX_CUDA_CHECK(cudaDriverGetVersion(&driver));
-  grid.overlap = params.device.arch == 90 && driver >= kOverlapDriver && bytes < kLongBytes;
+  bool overlaps = false;
+  FLASHONNX_RETURN_IF_ERROR(driver_overlaps(&overlaps));
+  grid.overlap = params.device.arch == 90 && overlaps && (bytes < kLongBytes || grid.room);
   FLASHONNX_RETURN_IF_ERROR(shape.launch(problem, d, grid, bfloat16, cuda_stream));
   if (split.partitions == 1) return ok();
   return launch_combine(problem, d, bfloat16, grid.overlap, cuda_stream);

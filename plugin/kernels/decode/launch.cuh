@@ -26,8 +26,7 @@ flashonnx_status launch_kernel(const Problem& p, Decode d, const Grid& grid, cud
   attributes[0].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
   attributes[1].val.clusterDim = {1, 1, 1};
-  attributes[2].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[2].val.programmaticStreamSerializationAllowed = 1;
+  attributes[2] = overlap_attribute();
 
   // A cluster has to find room in one part of the device, whose sizes are uneven: one that comes
   // second takes as long again as all that came first.
@@ -42,8 +41,9 @@ flashonnx_status launch_kernel(const Problem& p, Decode d, const Grid& grid, cud
     FLASHONNX_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&resident, kernel, &config));
     if (resident >= grid.units) break;
   }
-  // Clusters of blocks that have a multiprocessor each find no room beside those that still run.
-  if (hopper && grid.overlap && (size <= 2 || 2 * grid.shared_bytes < grid.shared_limit)) {
+  // Clusters of blocks that have a multiprocessor each find no room beside others of their kind.
+  const bool room = grid.room || size <= 2 || 2 * grid.shared_bytes < grid.shared_limit;
+  if (hopper && grid.overlap && room) {
     if (size == 1) attributes[1] = attributes[2];
     ++config.numAttrs;
   }

@@ -2,21 +2,10 @@
 // brings partitions together.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
-#include "kernels/common/cuda.h"
+#include "kernels/common/overlap.cuh"
 #include "kernels/decode/problem.h"
 
 namespace flashonnx::decode {
-
-// Whether what runs here of a kernel is code for compute capability 9.0, which knows clusters and
-// waits for the kernel before it: on any device it may also be PTX for an older one.
-inline flashonnx_status has_hopper_code(const void* kernel, bool* has) {
-  cudaFuncAttributes attributes = {};
-  FLASHONNX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
-  *has = attributes.ptxVersion >= 90;
-  return ok();
-}
 
 struct Grid {
   int64_t units;  // tiles of rows of a key head
@@ -25,6 +14,7 @@ struct Grid {
   int64_t shared_bytes;  // of a block
   int64_t shared_limit;  // of the device for a block
   bool overlap;          // may be launched while the kernel before it still runs
+  bool room;             // which leaves room for large blocks
 };
 
 flashonnx_status launch_64(const Problem& problem, const Decode& decode, const Grid& grid,

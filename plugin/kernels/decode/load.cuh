@@ -31,86 +31,64 @@ __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Where the keys of one batch entry and key head stand, for a lane that copies chunks lane % 8 + 8
-// c of rows lane / 8 + 4 i of each tile.
+// Copies tiles of the keys of one batch entry and key head. Where a key stands is worked out by two
+// lanes, l % 16 == key % 16: those before 16 for K, the others for V; so pages cost a look-up and a
+// few instructions a tile, whatever their size. Then a lane copies chunks lane % 8 + 8 c of rows
+// lane / 8 + 4 i.
 template <class T, class C>
 class Loader {
  public:
   static constexpr int kLaneRows = C::kKeys / 4;
   static constexpr int kLaneChunks = C::kDim / 64;
   static constexpr uint32_t kNowhere = 0xffffffff;
-  // Pages of the lane's rows; of the tile, in at[0], where it has one only.
-  struct Pages {
-    int32_t at[kLaneRows];
-  };
 
   // Keys outside [begin, end) are not read and become zeros.
   __device__ __forceinline__ Loader(const Problem& p, const Decode& d, const Work& work, int begin,
                                     int end)
-      : d_(d), begin_(begin), count_(max(end - begin, 0)), row_(threadIdx.x % 32 / 8) {
-    const int lane = threadIdx.x % 8;
+      : d_(d),
+        begin_(begin),
+        count_(max(end - begin, 0)),
+        row_units_(lane() < C::kKeys ? d.k_row_units : d.v_row_units),
+        page_units_(lane() < C::kKeys ? d.k_page_units : d.v_page_units) {
     const int64_t token = d.first_keys ? d.first_keys[work.batch] : 0;
     const int64_t batch = d.block_table || d.first_keys ? 0 : work.batch;
     k_ = static_cast<const char*>(p.k.data) +
-         2 * (batch * p.k.batch + work.kv_head * p.k.head + token * p.k.row) + lane * 16;
+         2 * (batch * p.k.batch + work.kv_head * p.k.head + token * p.k.row) + lane() % 8 * 16;
     v_ = static_cast<const char*>(p.v.data) +
-         2 * (batch * p.v.batch + work.kv_head * p.v.head + token * p.v.row) + lane * 16;
+         2 * (batch * p.v.batch + work.kv_head * p.v.head + token * p.v.row) + lane() % 8 * 16;
     table_ = d.block_table + work.batch * d.table_batch;
     asm("" : "+l"(k_), "+l"(v_));  // or the tensors' addresses are added again and again
-#pragma unroll
-    for (int c = 0; c < kLaneChunks; ++c) {
-      k_count_[c] = (c * 8 + lane) * 8 < p.head_dim ? count_ : 0;
-      v_count_[c] = (c * 8 + lane) * 8 < p.value_dim ? count_ : 0;
-    }
   }
 
-  // The pages of a tile: asked for a tile earlier than the tile itself.
-  __device__ __forceinline__ Pages pages_of(int tile) const {
-    Pages pages = {};
-    if (!d_.block_table) return pages;
-    const int first = tile * C::kKeys;
-    if (d_.page_of_tiles) {
-      pages.at[0] = page_before_end(first);
-      return pages;
-    }
-#pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) pages.at[i] = page_before_end(first + 4 * i + row_);
-    return pages;
+  // The page of the lane's key of a tile: asked for a tile earlier than the tile itself.
+  __device__ __forceinline__ int32_t page_of_tile(int tile) const {
+    const int key = tile * C::kKeys + lane() % C::kKeys;
+    return d_.block_table && inside(key) ? page_of(key) : 0;
   }
 
-  // The same of the first kStages tiles, `step` apart, at once: each lane asks for a row or two,
-  // and gives what it got to those that copy it. One after the other they would take as many
-  // latencies.
+  // Those of the first kStages tiles, `step` apart, at once: one after the other they would take as
+  // many latencies.
   struct FirstPages {
-    int32_t at[(C::kStages * C::kKeys + 31) / 32];
+    int32_t at[(C::kStages + 1) / 2];  // of two tiles: of the second for lanes from 16 on
   };
 
   __device__ __forceinline__ FirstPages first_pages(int tile, int step) const {
-    FirstPages first = {};
-    if (!d_.block_table) return first;
+    FirstPages first;
 #pragma unroll
-    for (int j = 0; j < static_cast<int>(sizeof first.at / 4); ++j) {
-      const int item = j * 32 + static_cast<int>(threadIdx.x % 32);
-      first.at[j] = page_before_end((tile + item / C::kKeys * step) * C::kKeys + item % C::kKeys);
-    }
+    for (int j = 0; j < (C::kStages + 1) / 2; ++j)
+      first.at[j] = page_of_tile(tile + (2 * j + lane() / C::kKeys) * step);
     return first;
   }
 
-  __device__ __forceinline__ Pages pages_of_stage(const FirstPages& first, int stage) const {
+  __device__ __forceinline__ int32_t page_of_stage(const FirstPages& first, int stage) const {
     int32_t mine = first.at[0];
 #pragma unroll
-    for (int j = 1; j < static_cast<int>(sizeof first.at / 4); ++j) {
+    for (int j = 1; j < (C::kStages + 1) / 2; ++j) {
       int32_t other = first.at[j];
       asm("" : "+r"(other));  // or the choice becomes an index into local memory
       mine = stage / 2 == j ? other : mine;
     }
-    Pages pages;
-#pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) {
-      const int row = d_.page_of_tiles ? 0 : 4 * i + row_;
-      pages.at[i] = __shfl_sync(0xffffffffu, mine, stage % 2 * C::kKeys + row);
-    }
-    return pages;
+    return __shfl_sync(0xffffffffu, mine, stage % 2 * C::kKeys + lane() % C::kKeys);
   }
 
   // Whether a slot's page is there. Where pages are used, others are masked.
@@ -118,63 +96,46 @@ class Loader {
     return !inside(key) || static_cast<uint32_t>(page_of(key)) < d_.pages;
   }
 
-  // Starts the copies of a tile to `shared`: K, then V. False if a page may not be there.
-  __device__ __forceinline__ bool copy(const Problem& p, int tile, const Pages& pages,
+  // Starts the copies of a tile to `shared`: K, then V. False if the lane's key has no page.
+  __device__ __forceinline__ bool copy(const Problem& p, int tile, int32_t page,
                                        uint32_t shared) const {
-    const int first = tile * C::kKeys + row_;
-    const char *k[kLaneRows], *v[kLaneRows];
-    uint32_t place[kLaneRows];  // of the keys after the first one that is read
-    if (d_.block_table && !d_.page_of_tiles) {
-#pragma unroll
-      for (int i = 0; i < kLaneRows; ++i) {
-        const uint32_t slot = d_.page_size.rest(first + 4 * i), page = pages.at[i];
-        k[i] = k_ + uint64_t{page} * d_.k_page_bytes + uint64_t{slot} * d_.k_row_bytes;
-        v[i] = v_ + uint64_t{page} * d_.v_page_bytes + uint64_t{slot} * d_.v_row_bytes;
-        place[i] = page < d_.pages ? first + 4 * i - begin_ : kNowhere;
-      }
-    } else {
-      uint32_t slot = first, page = 0;
-      if (d_.block_table) slot = d_.page_size.rest(first), page = pages.at[0];
-      k[0] = k_ + uint64_t{page} * d_.k_page_bytes + uint64_t{slot} * d_.k_row_bytes;
-      v[0] = v_ + uint64_t{page} * d_.v_page_bytes + uint64_t{slot} * d_.v_row_bytes;
-      place[0] = page < d_.pages ? first - begin_ : kNowhere;
-#pragma unroll
-      for (int i = 1; i < kLaneRows; ++i) {
-        k[i] = k[i - 1] + 4 * uint64_t{d_.k_row_bytes};
-        v[i] = v[i - 1] + 4 * uint64_t{d_.v_row_bytes};
-        place[i] = page < d_.pages ? first + 4 * i - begin_ : kNowhere;
-      }
-    }
-    const uint32_t to = shared + tile_offset<C>(row_, threadIdx.x % 8);
+    const int key = tile * C::kKeys + lane() % C::kKeys;
+    const bool exists = static_cast<uint32_t>(page) < d_.pages;
+    uint32_t place = d_.block_table ? d_.page_size.rest(key) : key;
+    place = place * row_units_ + page * page_units_;
+    if (!inside(key) || !exists) place = kNowhere;
+    const int row = lane() / 8;
+    const uint32_t to = shared + tile_offset<C>(row, lane() % 8);
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) {
+      const uint32_t k = __shfl_sync(0xffffffffu, place, 4 * i + row);
+      const uint32_t v = __shfl_sync(0xffffffffu, place, C::kKeys + 4 * i + row);
       // Four rows further only a bit of the swizzle changes, which no first row has set.
-      const uint32_t row = (to ^ i % 2 * 64) + 4 * i * C::kDim * 2;
+      const uint32_t at = (to ^ i % 2 * 64) + 4 * i * C::kDim * 2;
       if (d_.vectors) {
 #pragma unroll
         for (int c = 0; c < kLaneChunks; ++c) {
-          const bool read_k = place[i] < k_count_[c], read_v = place[i] < v_count_[c];
-          sm80::copy_async(row + c * 128, k[i] + c * 128, read_k ? 16 : 0);
-          sm80::copy_async(row + c * 128 + C::kTileBytes, v[i] + c * 128, read_v ? 16 : 0);
+          const int feature = (c * 8 + lane() % 8) * 8;
+          const bool read_k = k != kNowhere && feature < p.head_dim;
+          const bool read_v = v != kNowhere && feature < p.value_dim;
+          sm80::copy_async(at + c * 128, k_ + uint64_t{k} * kUnitBytes + c * 128, read_k ? 16 : 0);
+          sm80::copy_async(at + c * 128 + C::kTileBytes, v_ + uint64_t{v} * kUnitBytes + c * 128,
+                           read_v ? 16 : 0);
         }
       } else {
-        copy_slowly(row, k[i], place[i] < count_ ? p.head_dim : 0);
-        copy_slowly(row + C::kTileBytes, v[i], place[i] < count_ ? p.value_dim : 0);
+        copy_slowly(at, k_ + uint64_t{k} * d_.unit_bytes, k != kNowhere ? p.head_dim : 0);
+        copy_slowly(at + C::kTileBytes, v_ + uint64_t{v} * d_.unit_bytes,
+                    v != kNowhere ? p.value_dim : 0);
       }
     }
-    return place[0] != kNowhere && place[1] != kNowhere && place[2] != kNowhere &&
-           place[3] != kNowhere;
+    return exists;
   }
 
  private:
+  static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x % 32); }
+
   __device__ __forceinline__ bool inside(int key) const {
     return static_cast<uint32_t>(key - begin_) < count_;
-  }
-
-  // Slots before the first key that is seen have a place in the table as well; behind the last one
-  // there may be none.
-  __device__ __forceinline__ int32_t page_before_end(int key) const {
-    return key < begin_ + static_cast<int>(count_) ? page_of(key) : 0;
   }
 
   __device__ __forceinline__ int32_t page_of(int key) const {
@@ -184,11 +145,11 @@ class Loader {
   // The lane's chunks of a row that is not one of whole, aligned chunks. A call, so that the loops
   // that never make it stay short.
   static __device__ __noinline__ void copy_slowly(uint32_t to, const char* from, int dim) {
-    const int lane = threadIdx.x % 8;
+    const int first = lane() % 8;
 #pragma unroll 1
     for (int c = 0; c < kLaneChunks; ++c) {
-      const int chunk = c * 8 + lane, valid = max(min(dim - chunk * 8, 8), 0);
-      const T* const row = reinterpret_cast<const T*>(from - lane * 16);
+      const int chunk = c * 8 + first, valid = max(min(dim - chunk * 8, 8), 0);
+      const T* const row = reinterpret_cast<const T*>(from - first * 16);
       sm80::store_shared(to + c * 128,
                          sm80::load_elements(valid > 0 ? row + chunk * 8 : row, valid));
     }
@@ -197,8 +158,7 @@ class Loader {
   const Decode& d_;
   const int begin_;
   const uint32_t count_;
-  const int row_;
-  uint32_t k_count_[kLaneChunks], v_count_[kLaneChunks];  // 0 past the last feature
+  const uint32_t row_units_, page_units_;
   const char *k_, *v_;  // the lane's first chunk of key 0, or of slot 0 of page 0
   const int32_t* table_;
 };

@@ -8,6 +8,8 @@
 
 namespace flashonnx::decode {
 
+constexpr uint32_t kUnitBytes = 16;
+
 struct Decode {
   // Ragged batches: first tokens of each sequence; null: (B, H, S, D) views.
   const int32_t* first_queries;
@@ -16,9 +18,10 @@ struct Decode {
   const int32_t* block_table;
   int64_t table_batch, table_page;  // its strides
   uint32_t pages;  // that there are (1 without a table); slots of a page that is not are masked
-  int32_t page_of_tiles;  // no tile of keys is in two pages
   Divider page_size;
-  uint32_t k_row_bytes, v_row_bytes, k_page_bytes, v_page_bytes;  // strides
+  // Strides of keys and pages, in units: so places have 32 bits. Of 16 bytes, or of elements.
+  uint32_t k_row_units, v_row_units, k_page_units, v_page_units;
+  uint32_t unit_bytes;
 
   // Query i sees keys from i + first_key on and before i + last_key, both shifted by the batch
   // entry's keys minus its queries if offset_from_lengths says so.

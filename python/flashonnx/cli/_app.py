@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import warnings
 from inspect import cleandoc
@@ -10,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from flashonnx.cli._errors import StdoutError, open_standard_files, told
 from flashonnx.cli._output import emit, fail
 from flashonnx.cli.bench import bench
 from flashonnx.cli.doctor import doctor
@@ -51,24 +51,28 @@ def options(
     """Exact fused attention for ONNX Runtime and TensorRT."""
 
 
-def _text(error: Exception) -> str:
-    """What an error says, with its notes; of torch's exporter, which says much, what was done and why it failed."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip() or type(error).__name__
-    before, found, after = text.partition("## Exception summary")
-    lines = [part.strip().splitlines()[0] for part in (before, after) if part.strip()] if found else [text]
-    return ": ".join([" ".join(lines), *getattr(error, "__notes__", ())])
-
-
 def main() -> None:
     """The entry point: every error is one line, never a traceback."""
+    open_standard_files()
     warnings.showwarning = lambda message, *_, **__: fail(f"warning: {message}")
     try:
-        app(prog_name="flashonnx")
+        code = _run("--json" in sys.argv)
+    except StdoutError as error:
+        code = error.exit_code()
+        if not error.is_closed_pipe:
+            fail(f"flashonnx: {error}")
+    sys.exit(code)
+
+
+def _run(json: bool) -> int:
+    try:
+        # typer tells errors of usage itself, in a box on stderr, unless they are to be JSON.
+        return int(app(prog_name="flashonnx", standalone_mode=not json) or 0)
+    except StdoutError:
+        raise
     except Exception as error:
-        text = _text(error)
-        known = isinstance(error, (OSError, ValueError, TypeError, ImportError, RuntimeError, NotImplementedError))
-        text = text if known else f"{type(error).__name__}: {text}"
+        text = told(error)
         fail(f"flashonnx: {text}")
-        if "--json" in sys.argv:
+        if json:
             emit({"error": text})
-        sys.exit(2)
+        return 2

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flashonnx._capi import CPU, CUDA, DTYPES, EMPTY_ROW, Device, Library, Params, Tensor
-from flashonnx._inputs import evaluate
+from flashonnx._inputs import evaluate, names_in
 from flashonnx.cli import _cache
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ GPUS = {
     120: ("RTX 5090", 170, 99),
 }
 SHOWN = (80, 86, 89, 90, 120)
+_LENGTH = 1024
 _INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen", "sinks")
 _OUTPUTS = ("Y", "present_key", "present_value", "lse")
 
@@ -83,7 +84,13 @@ class Attention:
 
     def names(self) -> list[str]:
         """The names that its sizes are made of, those of the batch first."""
-        return [str(size) for size in self.sizes.values() if isinstance(size, str) and size.isidentifier()]
+        return [name for size in self.sizes.values() if isinstance(size, str) for name in names_in(size)]
+
+    def example(self, name: str) -> int:
+        """A value for one of these names that nobody gave: one batch entry, and about a thousand of anything else."""
+        if name == self.sizes["batch"]:
+            return 1
+        return _cache.example(self.sizes, name) or _LENGTH
 
     def params(self, library: Library, device: Device, lengths: Mapping[str, int]) -> Params:
         """The problem for the library, without data.
@@ -293,9 +300,10 @@ def _number(dim: Dim, lengths: Mapping[str, int], name: str) -> int:
         return dim
     if dim is None:
         raise ValueError(f"the model does not say its {name}")
-    if dim in lengths:
-        return lengths[dim]
-    return evaluate(dim, lengths, name)
+    try:
+        return evaluate(dim, lengths, name)
+    except ValueError:
+        raise ValueError(f"its {name} are '{dim}', and that is not known: give its parts by --dim") from None
 
 
 def _tokens(kind: int, heads: int, length: int, dim: int) -> Tensor:

@@ -48,28 +48,29 @@ def _summary(results: Sequence[Result], length: int) -> list[tuple[str, str, str
         items.append(("good" if ratio >= 1 else "bad", f"{ratio:.2f}×", f"as fast as {other.contender}"))
     least = [r.peak_bytes for r in there if not r.ours and r.peak_bytes]
     if ours.peak_bytes and least:
-        items.append(
-            ("", units(ours.peak_bytes), f"peak memory, the others {units(min(least))} to {units(max(least))}")
-        )
+        others = " to ".join(dict.fromkeys(units(bytes_) for bytes_ in (min(least), max(least))))
+        items.append(("", units(ours.peak_bytes), f"peak memory, the others' {others}"))
     return items
 
 
 def _numbers(results: Sequence[Result]) -> str:
     rows: list[tuple[str, list[str]]] = []
     last = None
+    counted = any(r.tflops for r in results)  # of a model nobody counts operations
     for r in sorted(results, key=lambda r: (r.length, r.median_ms is None, r.median_ms or 0)):
         kind = " ".join(filter(None, ("ours" if r.ours else "", "first" if r.length != last and last else "")))
         last = r.length
         cells = [str(r.length), f"<b>{text(r.contender)}</b>" if r.ours else text(r.contender)]
         if r.median_ms is None:
-            cells += ["–", "", "", "", f'<span class="dim">{text(r.status)}</span>']
+            cells += ["–", "", *([""] if counted else []), "", f'<span class="dim">{text(r.status)}</span>']
         else:
             cells += [
                 f"{r.median_ms:.4g}",
                 f"{r.low_ms:.3g} – {r.high_ms:.3g}",
-                f"{r.tflops:.3g}" if r.tflops is not None else "",
+                *([f"{r.tflops:.3g}" if r.tflops is not None else ""] if counted else []),
                 units(r.peak_bytes) if r.peak_bytes is not None else "",
                 "",
             ]
         rows.append((kind, cells))
-    return table(("length", "", "ms", "middle half", "TFLOP/s", "peak memory", ""), rows, (0, 2, 3, 4, 5))
+    heads = ["length", "", "ms", "middle half", *(["TFLOP/s"] if counted else []), "peak memory", ""]
+    return table(heads, rows, [i for i, head in enumerate(heads) if head])

@@ -7,8 +7,10 @@ from ctypes import c_int64
 from typing import Any
 
 from flashonnx._capi import DTYPES, Params, Tensor
+from flashonnx._inputs import names_in
 
 Dim = int | str | None
+_PAGE_SIZE, _PAGES = 64, 16  # of a model that leaves them open
 INPUTS = {
     "FlashAttentionKVCache": (
         "Q", "K", "V", "key_cache", "value_cache", "cache_lengths", "block_table", "cu_seqlens_q", "cos_cache",
@@ -61,6 +63,16 @@ def sizes(op: str, attributes: Mapping[str, Any], shapes: Mapping[str, tuple[Dim
     if found["q_heads"] is None and q:
         found["q_heads"] = _part(q[-1], found["head_dim"])
     return found
+
+
+def example(sizes: Mapping[str, Dim], name: str) -> int | None:
+    """For the size of a page, how many a sequence has, and the ends of one packed sequence; None for anything else."""
+    if sizes["batch"] == _less_one(name):
+        return 2
+    if name == sizes.get("page_size"):
+        return _PAGE_SIZE
+    keys = sizes.get("keys")
+    return _PAGES if "page_size" in sizes and isinstance(keys, str) and name in names_in(keys) else None
 
 
 def features(op: str, has: frozenset[str]) -> list[str]:

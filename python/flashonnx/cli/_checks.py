@@ -56,7 +56,7 @@ def every() -> dict[str, Callable[[], Check]]:
         "TensorRT": lambda: _tensorrt("TensorRT", "tensorrt"),
         "TensorRT-RTX": lambda: _tensorrt("TensorRT-RTX", "tensorrt_rtx"),
         "PyTorch": lambda: _optional("PyTorch", "torch", (2, 9), "to export models"),
-        "transformers": lambda: _optional("transformers", "transformers", (5,), "to export models of transformers"),
+        "transformers": transformers,
         "Polygraphy": lambda: _optional("Polygraphy", "polygraphy", (0, 53), "to compare runtimes", "polygraphy"),
         "matplotlib": lambda: _optional("matplotlib", "matplotlib", (3, 8), "to draw reports", "plots"),
     }
@@ -194,7 +194,7 @@ def kernels() -> Check:
         loaded = Library(flashonnx.library_path())
     except (RuntimeError, OSError):
         return Check("kernels", "absent", "not looked for: there is no library")
-    x = np.zeros((1, 16, 512, 64), np.float32)
+    x = np.zeros((8, 16, 512, 64), np.float32)
     parts, refused = [], []
     for where, kind in (("CPU", CPU), ("GPU", CUDA)):
         try:
@@ -328,6 +328,19 @@ def _has_plugin() -> bool:
         return hasattr(ctypes.CDLL(flashonnx.library_path()), "flashonnx_tensorrt_register")
     except (RuntimeError, OSError):
         return False
+
+
+def transformers() -> Check:
+    """There, and not beside a torchvision of another torch, with which its models cannot be imported."""
+    check = _optional("transformers", "transformers", (5,), "to export models of transformers")
+    vision, torch = _version("torchvision"), (_version("torch") or "").partition("+")[0]
+    if check.state != "ok" or vision is None or not torch:
+        return check
+    wanted = re.search(r"\btorch \(?==([\d.]+)", " ".join(metadata.requires("torchvision") or []))
+    if wanted is None or wanted[1] == torch:
+        return check
+    found = f"{check.found}, but torchvision {vision} is for torch {wanted[1]}, not {torch}: importing its models fails"
+    return Check("transformers", "warning", found, "pip uninstall torchvision, or install that of this torch")
 
 
 def _optional(name: str, package: str, least: tuple[int, ...], purpose: str, extra: str = "") -> Check:

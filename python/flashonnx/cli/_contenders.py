@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,6 +87,7 @@ class Session(Contender):
 
         options = ort.SessionOptions()
         options.log_severity_level = 4
+        ort.set_default_logger_severity(4)  # what fails has a line in the table
         options.intra_op_num_threads = self._threads
         options.add_session_config_entry("session.force_spinning_stop", "1")  # so that nobody's threads are in the way
         providers: list[Any] = ["CPUExecutionProvider"]
@@ -166,13 +168,30 @@ class Torch(Contender):
             with sdpa_kernel(backend):
                 return sdpa(q, k, v, is_causal=causal, enable_gqa=grouped)
 
-        return attend
+        return lambda q, k, v: told_why_not(lambda: attend(q, k, v)) if self._output is None else attend(q, k, v)
 
     def _read(self) -> list[Any]:
         return [self._output.transpose(1, 2).flatten(2).cpu().numpy()]
 
     def _close(self) -> None:
         self._output = None
+
+
+def told_why_not(call: Callable[[], Any]) -> Any:
+    """The result of a first call of PyTorch's attention by one backend.
+
+    Raises:
+        RuntimeError: the backend refuses, for the reason that PyTorch only warns of.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            return call()
+        except RuntimeError as error:
+            texts = [str(warning.message).partition(" (Triggered internally")[0] for warning in caught]
+            # Lines before the reason name the backend; those of backends that were not asked for say so.
+            reasons = [t for t in texts if "not used because" not in t and "runtime disabled" not in t]
+            raise RuntimeError(reasons[0].partition(". ")[0] if reasons else str(error)) from error
 
 
 def operator_contenders(problem: Operator, device: str, threads: int) -> Iterator[Contender]:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from flashonnx.cli._measure import Result
 
 _OURS, _OURS_TOO, _ORIGINAL, _BOUND = "#147a46", "#74bb95", "#8a94a3", "#b3402a"
-_OTHERS = ("#2f6fb3", "#c77c18", "#7a4fa3", "#4aa3a3", "#a34a6a")
-_MARKERS = "s^vDX"
+_OTHERS = ("#2f6fb3", "#c77c18", "#7a4fa3", "#4aa3a3", "#a34a6a", "#6b6b2e", "#3b3f8f")  # as many as bench has peers
+_MARKERS = "s^vDXP<"
 _MOST_LABELS = 40  # nodes that are named on an axis
 
 

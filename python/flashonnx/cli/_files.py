@@ -13,6 +13,7 @@ import typer
 
 Input = Annotated[Path, typer.Argument(help="ONNX file.", show_default=False)]
 _PROTOBUF_LIMIT = 2**31 - 1
+_NPY = b"\x93NUMPY"  # how a file of numpy.save begins
 
 
 def report_files(wanted: Sequence[str] | None, kinds: Sequence[str], stem: Path) -> dict[str, Path]:
@@ -39,11 +40,14 @@ def check_writable(path: Path) -> None:
     Raises:
         FileNotFoundError: there is no such folder.
         IsADirectoryError: it is a folder itself.
+        PermissionError: its folder takes no new files, of which one is made first and then takes its place.
     """
     if not path.absolute().parent.is_dir():
         raise FileNotFoundError(f"cannot write '{path}': there is no folder '{path.parent}'")
     if path.is_dir():
         raise IsADirectoryError(f"cannot write '{path}': it is a folder")
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise PermissionError(f"cannot write '{path}': nothing can be written to its folder")
 
 
 def write(path: Path, content: str | bytes) -> None:
@@ -60,8 +64,13 @@ def write_model(path: Path, model: Any) -> None:
 
     if model.ByteSize() <= _PROTOBUF_LIMIT:
         write(path, model.SerializeToString())
-    else:
-        onnx.save_model(model, path, save_as_external_data=True, location=f"{path.name}.data")
+        return
+    file, data = Path(os.path.realpath(path)), f"{path.name}.data"
+    with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{path.name}.") as folder:
+        temporary = Path(folder)
+        onnx.save_model(model, temporary / file.name, save_as_external_data=True, location=data)
+        os.replace(temporary / data, file.parent / data)
+        os.replace(temporary / file.name, file)
 
 
 def given_inputs(paths: Sequence[Path] | None) -> list[Mapping[str, Any]] | None:
@@ -78,11 +87,14 @@ def _arrays(path: Path) -> dict[str, Any]:
     import numpy as np
 
     expected = f"--inputs is expected to be an .npz file, as numpy.savez(path, **inputs) writes it; '{path}'"
+    with path.open("rb") as file:
+        start = file.read(len(_NPY))
+    if start == _NPY:
+        raise ValueError(f"{expected} holds one array without a name")
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{expected} is none")
     try:
-        arrays = np.load(path)
-        if isinstance(arrays, np.lib.npyio.NpzFile):
-            with arrays:
-                return dict(arrays)
+        with np.load(path) as arrays:
+            return dict(arrays)
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{expected} is none: {error}") from error
-    raise ValueError(f"{expected} holds one array without a name")
+        raise ValueError(f"{expected} cannot be read: {error}") from error

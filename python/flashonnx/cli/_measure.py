@@ -19,12 +19,11 @@ import numpy as np
 
 from flashonnx._progress import step
 from flashonnx.cli._contenders import Contender
+from flashonnx.cli._errors import of_onnxruntime
 
 FEWEST, MOST = 3, 200  # rounds
 _WARM_UP = 2
 _LONGEST_REASON = 160  # characters
-_ORT = re.compile(r"while running (?P<op>\w+) node\. Name:'(?P<name>[^']*)' Status Message: (?P<message>.+)")
-_ORT_SOURCE = re.compile(r"^\S*/\S+:\d+ [^()]*\([^()]*\)(?: const)?\s+")  # file, line and function
 _CLEAR_PEAK = "5"  # proc(5): resets the peak resident set size
 
 
@@ -186,13 +185,9 @@ def _resident(field: str) -> int:
 
 
 def _reason(error: Exception) -> str:
-    """In one line: of ONNX Runtime's message the node and what is wrong, not where in its sources."""
+    """In one short line."""
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    found = _ORT.search(text)
-    if found:
-        node = f"{found['op']} '{found['name']}'" if found["name"] else found["op"]
-        text = f"{node}: {_ORT_SOURCE.sub('', found['message'])}"
-    return f"no: {textwrap.shorten(text, _LONGEST_REASON, placeholder=' …')}"
+    return f"no: {textwrap.shorten(of_onnxruntime(text), _LONGEST_REASON, placeholder=' …')}"
 
 
 def where(device: str) -> dict[str, str]:

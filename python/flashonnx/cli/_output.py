@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from flashonnx.cli._errors import StdoutError
+
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, and nothing else.")]
 Dim = Annotated[
     list[str] | None,
@@ -26,18 +28,44 @@ _WIDE = 200  # columns of a table that goes into a file
 
 def say(text: Any, style: str = "") -> None:
     """To stdout; what is no terminal gets no colours and no line breaks."""
-    Console(soft_wrap=True).print(text, markup=False, highlight=False, style=style)
+    _write(_printed(Console(soft_wrap=True), text, markup=False, highlight=False, style=style))
 
 
 def fail(text: str) -> None:
-    """To stderr."""
-    Console(stderr=True, soft_wrap=True).print(text, markup=False, highlight=False)
+    """To stderr, if that can be written."""
+    with contextlib.suppress(OSError):
+        Console(stderr=True, soft_wrap=True).print(text, markup=False, highlight=False)
 
 
 def emit(content: Any) -> None:
     """One JSON object to stdout."""
-    sys.stdout.write(json.dumps(content, indent=2, allow_nan=False, default=_plain) + "\n")
-    sys.stdout.flush()
+    _write(json.dumps(content, indent=2, allow_nan=False, default=_plain) + "\n")
+
+
+def _write(text: str) -> None:
+    """To stdout, at once.
+
+    Raises:
+        StdoutError: it cannot be written.
+    """
+    with _stdout_errors():
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def _printed(console: Console, content: Any, **options: Any) -> str:
+    """What a console would print. It does not, as it has its own ways of failing."""
+    with _stdout_errors(), console.capture() as captured:  # which writes an empty text
+        console.print(content, **options)
+    return captured.get()
+
+
+@contextlib.contextmanager
+def _stdout_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StdoutError(error) from error
 
 
 def _plain(value: Any) -> Any:
@@ -89,11 +117,8 @@ def table(
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDE)
-    with console.capture() as captured:
-        console.print(made)
     # Flush left lines need no blanks behind them, which files and tests would trip over.
-    sys.stdout.write("\n".join(line.rstrip() for line in captured.get().split("\n")))
-    sys.stdout.flush()
+    _write("\n".join(line.rstrip() for line in _printed(console, made).split("\n")))
 
 
 def mark(ok: bool, yes: str = "ok", no: str = "no") -> Text:

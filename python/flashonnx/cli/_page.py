@@ -80,7 +80,7 @@ h1.good { color: var(--good) } h1.bad { color: var(--bad) }
 h2 { font-size: 1.1rem; margin: 2rem 0 .6rem }
 ul { display: flex; flex-wrap: wrap; gap: .8rem; list-style: none; margin: 0 0 1.2rem; padding: 0 }
 li { background: var(--card); border: 1px solid var(--line); border-radius: .6rem; padding: .7rem 1.1rem;
-  min-width: 9rem; color: var(--dim); flex: 1 }
+  min-width: min-content; color: var(--dim); flex: 1 1 9rem }
 li b { display: block; font-size: 1.45rem; line-height: 1.3; color: var(--ink); overflow-wrap: anywhere }
 li.good b { color: var(--good) } li.bad b { color: var(--bad) }
 figure { margin: 0 0 1rem; padding: 1rem; background: #fff; border: 1px solid var(--line); border-radius: .6rem }

@@ -63,7 +63,7 @@ def bench(
     peers: Annotated[
         str, typer.Option(metavar="NAMES", help="Of those named in the table, separated by commas; default: all.")
     ] = "",
-    budget: Annotated[float, typer.Option(metavar="S", help="Seconds for each one at each length.")] = 0.5,
+    budget: Annotated[float, typer.Option(min=0, metavar="S", help="Seconds for each one at each length.")] = 0.5,
     threads: Annotated[int, typer.Option(min=0, help="Of the CPU; 0: the runtime's own choice.")] = 0,
     report: Annotated[
         list[str] | None,
@@ -85,7 +85,10 @@ def bench(
         from flashonnx.cli._figures import require
 
         require()
-    where = (device or _default_device(model is not None)).value
+    best = _default_device(model is not None)
+    if device is Device.CUDA and best is not Device.CUDA:
+        raise ValueError("bench: --device cuda: nothing here can use a GPU; flashonnx doctor says why")
+    where = (device or best).value
     wanted = _lengths(length or _LENGTHS[where])
     kind = (dtype or (DType.FLOAT16 if where == "cuda" else DType.FLOAT32)).value
     with working("measuring"), tempfile.TemporaryDirectory(prefix="flashonnx-") as scratch:
@@ -177,7 +180,11 @@ def _model(
     from flashonnx._progress import step
     from flashonnx.cli._contenders import model_contenders
     from flashonnx.cli._measure import measure
+    from flashonnx.export.model import files
 
+    for path in (original, fused):
+        if path is not None:
+            files.load(path)  # says what is wrong with it
     if fused is None:
         step("fusing")
         fused = scratch / "fused.onnx"
@@ -209,8 +216,6 @@ def _feeds(
 
     from flashonnx._inputs import generate, input_specs, is_batch, symbols_of
 
-    if not model.is_file():
-        raise FileNotFoundError(f"bench: there is no model file {model}")
     specs = input_specs(onnx.load(model, load_external_data=False))
     symbols = symbols_of(specs)
     for name in fixed:
@@ -288,12 +293,12 @@ def _tell(content: dict[str, Any], results: list[Result]) -> None:
         name = Text(result.contender, "bold" if result.ours else "")
         if result.median_ms is None:
             continue
-        spread = f"{result.low_ms:.3g} – {result.high_ms:.3g}"
+        spread = f"{((result.high_ms or 0) - (result.low_ms or 0)) / result.median_ms:.0%}"
         ratio = result.median_ms / fastest[result.length]
         tflops = f"{result.tflops:.3g}" if result.tflops is not None else ""
         peak = units(result.peak_bytes) if result.peak_bytes is not None else ""
         rows.append([result.length, name, f"{result.median_ms:.4g}", spread, f"{ratio:.2f}×", tflops, peak])
-    heads = ["length", "", "ms", "half of them in", "to the fastest", "TFLOP/s", "peak memory"]
+    heads = ["length", "", "ms", "spread", "slower", "TFLOP/s", "peak memory"]  # 80 columns with all peers
     shown = [i for i in range(len(heads)) if i == 1 or any(str(row[i]) for row in rows)]
     if rows:
         right = [n for n, i in enumerate(shown) if i != 1]

@@ -26,6 +26,13 @@ class Target(StrEnum):
     ONNXRUNTIME_TENSORRT = "onnxruntime-tensorrt"
 
 
+class Caches(StrEnum):
+    """How the keys of a decoder lie."""
+
+    STATIC = "static"
+    PAGED = "paged"
+
+
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="ONNX file to write.", show_default=False)
 ]
@@ -54,6 +61,12 @@ def fuse(
         bool,
         typer.Option("--shared-cache", help="Past and present keys of GroupQueryAttention are one buffer, not copied."),
     ] = False,
+    kv_cache: Annotated[
+        Caches | None,
+        typer.Option(
+            "--kv-cache", help="Past keys that are joined with new ones become caches: other inputs and outputs."
+        ),
+    ] = None,
     explain: Annotated[
         list[str] | None,
         typer.Option("--explain", metavar="NODE", help="Say all about the attention that this node is part of."),
@@ -82,7 +95,8 @@ def fuse(
 
             found = flashonnx.fuse(model, shared_cache=shared_cache)[1].at(sizes)
             explained = {node: ask(model, found, node) for node in explain}
-        done = _fused(model, output, target, {"portable": portable, "shared_cache": shared_cache}).at(sizes)
+        options = {"portable": portable, "shared_cache": shared_cache, "kv_cache": kv_cache.value if kv_cache else None}
+        done = _fused(model, output, target, options).at(sizes)
     tell(done, files, output, json, {"explained": explained} if explained else {})
     if strict and done.fused < done.total:
         raise typer.Exit(1)
@@ -105,7 +119,7 @@ def tell(report: Report, files: dict[str, Path], output: Path | None, json: bool
         say(f"report: {path}", "dim")
 
 
-def _fused(model: Path, output: Path | None, target: Target | None, options: dict[str, bool]) -> Report:
+def _fused(model: Path, output: Path | None, target: Target | None, options: dict[str, Any]) -> Report:
     import flashonnx
 
     if target is None or output is None:

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from flashonnx._capi import Library
     from flashonnx.export import Site
 
-_EXAMPLES = (1, 1024)  # of a batch, and of any other length
-
 
 @dataclass
 class Row:
@@ -85,9 +83,8 @@ def _inspected(model: Any, given: Mapping[str, int], devices: list[int]) -> tupl
     nodes = attentions(fused)
     sizes = dict(given)
     for attention in nodes:
-        batch = attention.sizes["batch"]
         for name in attention.names():
-            sizes.setdefault(name, _EXAMPLES[0] if name == batch else _EXAMPLES[1])
+            sizes.setdefault(name, attention.example(name))
     sizes = report.at(sizes).lengths
     library: Library | None = None
     missing = ""
@@ -196,7 +193,8 @@ def _tell_group(group: list[Row], missing: str) -> None:
     n = {key: "?" if value is None else str(value) for key, value in a.sizes.items()}
     heads = n["q_heads"] if n["q_heads"] == n["kv_heads"] else f"{n['q_heads']} / {n['kv_heads']}"
     width = n["head_dim"] if n["head_dim"] == n["value_dim"] else f"{n['head_dim']} (V {n['value_dim']})"
-    say(f"  {heads} heads of {width}, {a.dtype or 'type unknown'}, {n['queries']} × {n['keys']}: {size}")
+    square = " × ".join(f"({n[key]})" if " " in n[key] else n[key] for key in ("queries", "keys"))
+    say(f"  {heads} heads of {width}, {a.dtype or 'type unknown'}, {square}: {size}")
     if a.features:
         say(f"  asks for {', '.join(a.features)}")
     found: dict[str, list[str]] = {}

@@ -31,11 +31,19 @@ Attributes, by name:
     present, lse: of attention_outputs, what to give besides Y: present_key and present_value (B, Hkv, Sk, ...), lse
         (B, Hq, Sq) float32. What is not asked for is a tensor without elements.
 
+Sequences of different lengths without padding, one behind the other, go into
+`torch.ops.flashonnx.attention_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k=None, sinks=None, *, is_causal,
+scale, softcap, left_window_size, right_window_size, max_q_length, max_kv_length)`, which becomes a
+FlashAttentionVarlen: query is (Tq, Hq, D), key (Tk, Hkv, D), value (Tk, Hkv, Dv); sequence b has the queries
+[cu_seqlens_q[b], cu_seqlens_q[b + 1]), and keys likewise. Triangle and windows end at the last query and the last key,
+as in flash-attn. The bounds of lengths are for a better launch: tokens beyond them give 0; 0 is none.
+
 Raised are ValueError where the inputs contradict each other (the message names the input, what was expected and what
 came), NotImplementedError where no kernel of the library solves the problem on that device, or a gradient is asked for,
 and LibraryError where libflashonnx.so is missing.
 """
 
 from flashonnx.torch._ops import attention, attention_outputs
+from flashonnx.torch._varlen import attention_varlen
 
-__all__ = ["attention", "attention_outputs"]
+__all__ = ["attention", "attention_outputs", "attention_varlen"]
