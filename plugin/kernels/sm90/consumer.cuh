@@ -242,7 +242,8 @@ class Consumer {
     if constexpr (C::kGeneral) {
       generalise(scores);
       factor = 1.f;
-    } else if (kLook != Look::kNone && plan_.mask_per_key && *shared_.biased(keys_.stage)) {
+    } else if (kLook != Look::kNone && plan_.mask_per_key &&
+               (kLook == Look::kBiases || item().biased) && *shared_.biased(keys_.stage)) {
       add_key_biases<C>(lane_, factor, 1.f, shared_.biases(keys_.stage), scores);
       factor = 1.f;
     }

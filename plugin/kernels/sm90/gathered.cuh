@@ -169,6 +169,7 @@ class Gatherer {
     tile_ = drawn.item.span.last_tile;
     first_key_ = drawn.first_key;
     outer_ = drawn.outer;
+    biased_ = drawn.item.biased;
     __syncwarp();
     if (batch_ < 0) return false;
     look_up();
@@ -182,39 +183,46 @@ class Gatherer {
   // Copies the tile of keys at hand, and goes on to the next; false if there is none.
   __device__ __forceinline__ bool copy(uint32_t to, uint32_t full) {
     if (lane() == 0) barrier_arrive_expecting(full, C::kKeyBytes);
+    copy_row(to, full, first_row_, first_place_);
 #pragma unroll 1
-    for (int row = 0, i = 0; row < C::kKeys; row += gathering_.rows.divisor, ++i) {
-      const int from = __shfl_sync(0xffffffffu, row_, i);
-      const int outer = __shfl_sync(0xffffffffu, place_, i);
-      if (lane() != 0) continue;
-#pragma unroll
-      for (int box = 0; box < C::kBoxes; ++box) {
-        copy_box(to + (box * C::kKeys + row) * C::kBoxRow, &map_, full, box * C::kBox, from, head_,
-                 outer);
-      }
+    for (int i = 1; i * gathering_.rows.divisor < C::kKeys; ++i) {
+      copy_row(to + i * gathering_.rows.divisor * C::kBoxRow, full,
+               __shfl_sync(0xffffffffu, row_, i), __shfl_sync(0xffffffffu, place_, i));
     }
     if (--tile_ < first_tile_) return false;
     look_up();
     return true;
   }
 
-  // Bit i: the page of box i is missing.
-  __device__ __forceinline__ uint32_t missing() const {
-    return __ballot_sync(0xffffffffu, place_ < 0 && key() < limit_ && box_row() < C::kKeys);
-  }
+  // Whether pages are missing, of any of the keys; bit i: that of box i.
+  __device__ __forceinline__ bool biased() const { return biased_; }
+  __device__ __forceinline__ uint32_t missing() const { return missing_; }
 
  private:
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
   __device__ __forceinline__ int box_row() const { return lane() * gathering_.rows.divisor; }
   __device__ __forceinline__ int key() const { return tile_ * C::kKeys + box_row(); }
 
+  // The boxes that begin at this row of the tile.
+  __device__ __forceinline__ void copy_row(uint32_t to, uint32_t full, int row, int place) const {
+    if (lane() != 0) return;
+#pragma unroll
+    for (int box = 0; box < C::kBoxes; ++box) {
+      copy_box(to + box * C::kKeys * C::kBoxRow, &map_, full, box * C::kBox, row, head_, place);
+    }
+  }
+
   // Where the lane's box begins, before it is time to copy it. Outside the tensor there are zeros.
   __device__ __forceinline__ void look_up() {
     row_ = first_key_ + key(), place_ = outer_;
-    if (!p_.pages.table) return;
-    const bool there = key() < limit_ && box_row() < C::kKeys;
-    const Slot slot = there ? slot_of(p_.pages, batch_, key()) : Slot{-1, 0};
-    row_ = slot.slot, place_ = slot.page;
+    if (p_.pages.table) {
+      const bool there = key() < limit_ && box_row() < C::kKeys;
+      const Slot slot = there ? slot_of(p_.pages, batch_, key()) : Slot{-1, 0};
+      row_ = slot.slot, place_ = slot.page;
+      missing_ = __ballot_sync(0xffffffffu, there && place_ < 0);
+    }
+    first_row_ = __shfl_sync(0xffffffffu, row_, 0);
+    first_place_ = __shfl_sync(0xffffffffu, place_, 0);
   }
 
   const Problem& p_;
@@ -224,6 +232,9 @@ class Gatherer {
   uint32_t round_ = 0;
   int batch_, head_, limit_, first_tile_, tile_, first_key_, outer_;
   int row_, place_;  // of the lane's box: in its page or among all keys; its page or batch entry
+  int first_row_, first_place_;  // as well of the first one
+  bool biased_;
+  uint32_t missing_;
 };
 
 template <class C>
@@ -271,7 +282,8 @@ __device__ __forceinline__ void produce_keys(const Problem& p, const Gathering& 
     bool first = true, more = true;
     while (more) {
       barrier_wait(shared.k_free(ring.stage), ring.round ^ 1);
-      if (p.pages.table) store_biases<C>(gathering, shared, ring.stage, keys.missing());
+      if (p.pages.table && (C::kGeneral || keys.biased()))
+        store_biases<C>(gathering, shared, ring.stage, keys.missing());
       more = keys.copy(shared.k(ring.stage), shared.k_full(ring.stage));
       ring.advance();
       if (!first) continue;
