@@ -79,6 +79,20 @@ def test_infinite_and_largest_elements(library: Library, device: str, dtype: str
     np.testing.assert_allclose(y, expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("rise", [9, 60, 150])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_scores_that_rise(library: Library, device: str, dtype: str, head_dim: int, rise: int) -> None:
+    """By e^rise every 300 keys, whichever end a kernel begins at: e^150 is beyond float32's range."""
+    keys = np.arange(900)
+    for order in (keys, keys[::-1]):
+        case = Case(f"rise-{rise}", dtype=dtype, layout="bhsd", q_length=70, kv_length=900, head_dim=head_dim, heads=(1, 1))
+        inputs = case.inputs()
+        inputs["Q"][..., 0] = 4
+        inputs["K"][..., 0] = (order // 300 * rise * head_dim**0.5 / 4).astype(inputs["K"].dtype)
+        Problem(library, case, device, inputs=inputs).check()
+
+
 @on_devices(_BY_ID["causal-lengths-float32"], _BY_ID["lengths-clamped-0"], _BY_ID["lengths-float16"])
 def test_int32_lengths(library: Library, device: str, case: Case) -> None:
     inputs = case.inputs()

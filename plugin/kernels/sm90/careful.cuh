@@ -14,10 +14,10 @@ namespace flashonnx::sm90 {
 // Whether the output holds a NaN (or an infinity: it is zero times the elements that is looked at).
 template <class C>
 __device__ __forceinline__ bool holds_nan(const float (&output)[C::kOutputs]) {
-  float sum = 0.f;
+  float sums[4] = {};
 #pragma unroll
-  for (int i = 0; i < C::kOutputs; ++i) sum = fmaf(output[i], 0.f, sum);
-  return sum != 0.f;
+  for (int i = 0; i < C::kOutputs; ++i) sums[i % 4] = fmaf(output[i], 0.f, sums[i % 4]);
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]) != 0.f;
 }
 
 __device__ __forceinline__ float warp_sum(float x) {

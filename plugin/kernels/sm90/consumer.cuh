@@ -22,8 +22,7 @@ class Consumer {
     if (!next_item()) return;
     float output[C::kOutputs], scores[C::kScores];
     uint32_t p[C::kScores / 2];
-#pragma unroll
-    for (int i = 0; i < C::kOutputs; ++i) output[i] = 0.f;
+    clear(output);
     skip_keys();
     begin_scores(scores);
     wait_products<0>();
@@ -34,35 +33,35 @@ class Consumer {
     while (true) {
       walk(scores, p, output, state);
       const int stage = queries_.stage;
-      // What is shared is read again and again, which spares registers; what is let go is copied.
-      using Done = std::conditional_t<(C::kQueryStages > 1), const Item&, const Item>;
-      Done done = item();
-      queries_.advance();
       if constexpr (C::kQueryStages > 1) {
+        // What is shared is read again and again, which spares registers.
+        const auto done = [&]() -> const Item& { return *shared_.item(stage); };
+        queries_.advance();
         if (!next_item()) {
-          begin_last_values(done, last_tile_, p, output);
+          begin_last_values(done(), p, output);
           end_last_values(output);
-          finish_item(done, stage, output, state);
+          finish_item(done(), stage, output, state);
           settle_stores();
           return;
         }
         // The next tile's first products and softmax are made beside this one's last.
-        const int done_tile = last_tile_;
         skip_keys();
         begin_scores(scores);
-        begin_last_values(done, done_tile, p, output);
+        begin_last_values(done(), p, output);
         wait_products<1>();
         fence_registers(scores);
         const RowState next = weigh_first(scores);
-        hold(scores, next);
+        fence_registers(scores);
         end_last_values(output);
         skip_values();
-        finish_item(done, stage, output, state);
+        finish_item(done(), stage, output, state);
         state = next;
       } else {
-        // The next queries come to where these are.
+        // The next queries, and what is to be done with them, come to where these are.
+        const Item done = item();
+        queries_.advance();
         barrier_arrive(shared_.q_free(stage));
-        begin_last_values(done, last_tile_, p, output);
+        begin_last_values(done, p, output);
         end_last_values(output);
         finish_item(done, stage, output, state);
         if (!next_item()) return;
@@ -73,11 +72,17 @@ class Consumer {
         fence_registers(scores);
         state = weigh_first(scores);
       }
+      clear(output);
       pack_scores<T, C>(scores, p);
     }
   }
 
  private:
+  __device__ __forceinline__ static void clear(float (&output)[C::kOutputs]) {
+#pragma unroll
+    for (int i = 0; i < C::kOutputs; ++i) output[i] = 0.f;
+  }
+
   // Waits for the next tile of queries; false if there is none.
   __device__ __forceinline__ bool next_item() {
     barrier_wait(shared_.q_full(queries_.stage), queries_.round);
@@ -115,7 +120,9 @@ class Consumer {
 
   // Starts Q K^T of the last tile of keys.
   __device__ __forceinline__ void begin_scores(float (&scores)[C::kScores]) {
-    const Descriptor q = described_queries(), k = described_keys();
+    if constexpr (C::kHoldsQueries) hold_queries();
+    const auto& q = operand_queries();
+    const Descriptor k = described_keys();
     barrier_wait(shared_.k_full(keys_.stage), keys_.round);
     multiply_keys<T, C>(q, k, scores);
   }
@@ -123,28 +130,33 @@ class Consumer {
   // From P of the last tile of keys to P of the first one. Its product with V is left to do.
   __device__ __forceinline__ void walk(float (&scores)[C::kScores], uint32_t (&p)[C::kScores / 2],
                                        float (&output)[C::kOutputs], RowState& state) {
-    const Span& span = item().span;
-    // Plain tiles, and the values of the tiles after them, need no look at bounds. Never the first
-    // tile of the walk: what is left over from the tile of queries before ends there.
-    const int first_query = item().work.first_query + lane_.group * 64;
-    const int last_query = min(first_query + 63, item().queries - 1);
-    const int plain_begin = (span.range.lower(last_query) + C::kKeys - 1) / C::kKeys;
-    const int plain_end = min(span.range.upper(first_query) / C::kKeys, last_tile_) - 1;
-    const int first_tile = span.first_tile;
-    for (int tile = last_tile_ - 1; tile >= first_tile; --tile) {
-      const int plain = tile < plain_end ? tile - max(plain_begin, first_tile) + 1 : 0;
+    int tile = last_tile_ - 1;
+    while (tile >= item().span.first_tile) {
+      const int plain = plain_tiles(tile);
       if (plain <= 0) {
-        step<Look::kBounds>(tile, scores, p, output, state);
+        step<Look::kBounds>(tile--, scores, p, output, state);
         continue;
       }
+      tile -= plain;
       if (!C::kGeneral && item().biased) {
-        for (int i = 0; i < plain; ++i) step<Look::kBiases>(tile, scores, p, output, state);
+        for (int i = 0; i < plain; ++i) step<Look::kBiases>(0, scores, p, output, state);
       } else {
-        for (int i = 0; i < plain; ++i) step<Look::kNone>(tile, scores, p, output, state);
+        for (int i = 0; i < plain; ++i) step<Look::kNone>(0, scores, p, output, state);
       }
-      tile -= plain - 1;
     }
     settle_stores();
+  }
+
+  // How many tiles from this one on are plain: they, and the values of the tiles after them, need
+  // no look at bounds. Made anew each time, which spares registers.
+  __device__ __forceinline__ int plain_tiles(int tile) const {
+    const Span& span = item().span;
+    const int first_query = item().work.first_query + lane_.group * 64;
+    const int last_query = min(first_query + 63, item().queries - 1);
+    const int begin = (span.range.lower(last_query) + C::kKeys - 1) / C::kKeys;
+    const int end =
+        min(span.range.upper(first_query) / C::kKeys, last_tile_ - (ends_early(span) ? 1 : 0));
+    return tile < end ? tile - max(begin, span.first_tile) + 1 : 0;
   }
 
   // What a step has to look at: bounds and biases, biases alone, neither.
@@ -155,7 +167,8 @@ class Consumer {
   __device__ __forceinline__ void step(int tile, float (&scores)[C::kScores],
                                        uint32_t (&p)[C::kScores / 2], float (&output)[C::kOutputs],
                                        RowState& state) {
-    const Descriptor q = described_queries(), k = described_keys(), v = described_values();
+    const auto& q = operand_queries();
+    const Descriptor k = described_keys(), v = described_values();
     barrier_wait(shared_.k_full(keys_.stage), keys_.round);
     begin_turn();
     multiply_keys<T, C>(q, k, scores);
@@ -164,28 +177,34 @@ class Consumer {
     } else {
       barrier_wait(shared_.v_full(values_.stage), values_.round);
     }
-    multiply_values<T, C>(p, v, kLook == Look::kBounds && tile + 1 == last_tile_, output);
+    multiply_values<T, C>(p, v, output);
     end_turn();
-    if constexpr (kLook == Look::kBounds) settle_stores();
+    settle_stores();
     wait_products<1>();
     fence_registers(scores);
     const Raise raise = weigh<kLook>(tile, scores, state);
-    hold(scores, state);
+    fence_registers(scores);
+    // The branch keeps exponentials before the wait for the products that they are meant to run
+    // beside: the assembler puts them off otherwise.
+    if (raise.any) {
+      wait_products<0>();
+      fence_registers(output);
+      rescale<C>(raise, output);
+    }
     wait_products<0>();
     fence_registers(output);
     release(shared_.v_free(values_.stage));
     values_.advance();
-    rescale<C>(raise, output);
     pack_scores<T, C>(scores, p);
   }
 
-  __device__ __forceinline__ void begin_last_values(const Item& item, int last_tile,
+  __device__ __forceinline__ void begin_last_values(const Item& item,
                                                     const uint32_t (&p)[C::kScores / 2],
                                                     float (&output)[C::kOutputs]) {
     const Span& span = item.span;
     const Descriptor v = described_values();
     wait_for_values(span, span.first_tile);
-    multiply_values<T, C>(p, v, span.first_tile == last_tile, output);
+    multiply_values<T, C>(p, v, output);
   }
   __device__ __forceinline__ void end_last_values(float (&output)[C::kOutputs]) {
     wait_products<0>();
@@ -200,8 +219,10 @@ class Consumer {
                                               const float (&output)[C::kOutputs],
                                               const RowState& state) {
     const bool may_be_masked = p_.mask.data || p_.left >= 0 || p_.right >= 0 || p_.pages.table;
+    bool careful = !C::kGeneral && overflowed(state);
+    if (may_be_masked) careful |= holds_nan<C>(output);
     bool leaving = false;
-    if (may_be_masked && __any_sync(0xffffffffu, holds_nan<C>(output))) {
+    if (__any_sync(0xffffffffu, careful)) {
       attend_carefully<T, C>(p_, plan_, item, first_query_of_warp(item.work), lane_.lane);
     } else {
       const uint32_t rows = queries(stage) + lane_.warp * 16 * C::kBoxRow;
@@ -259,12 +280,18 @@ class Consumer {
         apply_bounds<C>(at.span.range, lane_, at.work.first_query, first_key, scores);
       }
     }
-    const Raise raise = raise_maxima<C>(scores, factor, state);
+    Raise raise;
     if constexpr (C::kGeneral) {
+      raise = raise_maxima<C>(scores, factor, state);
       exponentiate_fours<C>(scores, state);
+    } else if constexpr (kLook == Look::kNone) {
+      raise = exponentiate_first<C>(factor, scores, state);
     } else {
+      raise = raise_maxima<C>(scores, factor, state);
       exponentiate<C>(factor, scores, state);
     }
+    // Sums that tensor cores make are of rounded P: right for what they divide, too coarse for lse.
+    if (!C::kOnes || p_.lse.data) add_up<C>(scores, state);
     return raise;
   }
 
@@ -288,27 +315,16 @@ class Consumer {
     }
   }
 
-  // Keeps exponentials before the wait for the products that they are meant to run beside. Where a
-  // fence does not do, as the assembler puts them off all the same, a store does: none is moved
-  // across a wait, and this one waits for all of them. Sums are never negative: nothing is stored.
-  __device__ __forceinline__ void hold(float (&scores)[C::kScores], const RowState& state) const {
-    fence_registers(scores);
-    if constexpr (C::kTurns) return;
-    asm volatile(
-        "{\n"
-        ".reg .pred negative;\n"
-        "setp.lt.f32 negative, %0, 0f00000000;\n"
-        "@negative st.volatile.shared.f32 [%1], %0;\n"
-        "}" ::"f"(state.sum[0] + state.sum[1]),
-        "r"(shared_.base)
-        : "memory");
+  // Whether V has rows past the batch entry's length, as the next sequence's.
+  __device__ __forceinline__ bool ends_early(const Span& span) const {
+    return span.range.limit < p_.key_length || p_.ragged.keys;
   }
 
-  // Rows of V between the batch entry's length and the tensor's end may hold anything, as the next
-  // sequence's: zeros instead. Each group writes them for itself; they are the same zeros.
+  // Rows of V between the batch entry's length and the tensor's end may hold anything: zeros
+  // instead. Each group writes them for itself; they are the same zeros.
   __device__ __forceinline__ void wait_for_values(const Span& span, int tile) {
     barrier_wait(shared_.v_full(values_.stage), values_.round);
-    if (span.range.limit >= p_.key_length && !p_.ragged.keys) return;
+    if (!ends_early(span)) return;
     clear_rows<C::kKeys>(shared_.v(values_.stage), max(span.range.limit - tile * C::kKeys, 0),
                          C::kKeys);
   }
@@ -343,15 +359,31 @@ class Consumer {
     if constexpr (C::kTurns) named_arrive(1 + (lane_.group + 1) % C::kGroups, 256);
   }
 
+  // Copies the warp's queries to registers, laid out as the A operand.
+  __device__ __forceinline__ void hold_queries() {
+    const int row = lane_.lane % 16, half = lane_.lane / 16;  // of what this lane addresses
+    const uint32_t at = queries(queries_.stage) + (lane_.warp * 16 + row) * C::kBoxRow;
+    static_assert(!C::kHoldsQueries || C::kBoxRow == 128);
+#pragma unroll
+    for (int d = 0; d < C::kDim; d += 16) {
+      const uint32_t box = at + d / C::kBox * C::kQueries * C::kBoxRow;
+      load_matrices(held_[d / 16], box + ((d % C::kBox / 8 + half) ^ row % 8) * 16);
+    }
+  }
+
   // The tiles at hand, for products.
-  __device__ __forceinline__ Descriptor described_queries() const {
-    return described_by_rows<C>(queries(queries_.stage)).uniform();
+  __device__ __forceinline__ decltype(auto) operand_queries() const {
+    if constexpr (C::kHoldsQueries) {
+      return (held_);
+    } else {
+      return described_by_rows<C>(queries(queries_.stage)).uniform();
+    }
   }
   __device__ __forceinline__ Descriptor described_keys() const {
     return described_by_rows<C>(shared_.k(keys_.stage)).uniform();
   }
   __device__ __forceinline__ Descriptor described_values() const {
-    return described_by_features<C>(shared_.v(values_.stage)).uniform();
+    return described_by_features<C>(shared_.v(values_.stage), shared_.base + C::kOnesAt).uniform();
   }
 
   // The tile of queries at hand.
@@ -368,7 +400,8 @@ class Consumer {
   const CUtensorMap& o_map_;
   const Shared<C>& shared_;
   const Lane lane_;
-  int last_tile_;         // of keys that this group sees
+  uint32_t held_[C::kHoldsQueries ? C::kDim / 16 : 1][4];  // queries
+  int last_tile_;                                          // of keys that this group sees
   bool leaving_ = false;  // rows wait to leave the place of the queries before these
   Ring<C::kQueryStages> queries_;
   Ring<C::kStages> keys_, values_;

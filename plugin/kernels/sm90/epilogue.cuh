@@ -139,10 +139,11 @@ __device__ __forceinline__ bool finish(const Problem& p, const Plan& plan, const
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int query = work.first_query + lane.first_row() + 8 * h;
-    const float sum = quad_sum(state.sum[h]);
+    const float summed = !C::kOnes || p.lse.data ? quad_sum(state.sum[h]) : 0.f;
+    const float sum = C::kOnes ? output[C::kDim / 2 + 2 * h] : summed;
     scale[h] = normaliser(p, work.head, state.maximum[h], sum);
     if (lane.quad == 0 && query < item.queries)
-      store_lse(p, work, item.token + query, natural_lse(p, state.maximum[h], sum));
+      store_lse(p, work, item.token + query, natural_lse(p, state.maximum[h], summed));
     empty[h] = __ballot_sync(0xffffffffu, sum == 0.f);
   }
   const bool means = p.empty_row_mean && (empty[0] | empty[1]) != 0;

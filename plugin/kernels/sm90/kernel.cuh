@@ -14,6 +14,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   extern __shared__ unsigned char memory[];
   const Shared<C> shared(memory);
   if (threadIdx.x == 0) shared.init_barriers(plan.mask_per_key && !gathering.drawn);
+  if constexpr (C::kOnes) shared.fill_ones(pack<T>(1.f, 1.f));
   __syncthreads();
   if (threadIdx.x < 128) {
     give_registers<C::kProducerRegisters>();

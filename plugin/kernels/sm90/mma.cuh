@@ -27,6 +27,10 @@ struct Descriptor {
   __device__ __forceinline__ uint64_t plus(uint32_t bytes) const {
     return uint64_t{upper} << 32 | (lower + bytes / 16);
   }
+  // As well; what follows the box stays where it is.
+  __device__ __forceinline__ uint64_t plus_before_ones(uint32_t bytes) const {
+    return uint64_t{upper} << 32 | (lower + bytes / 16 - (bytes / 16 << 16));
+  }
 };
 
 template <class C>
@@ -39,14 +43,15 @@ __device__ __forceinline__ Descriptor described_by_rows(uint32_t shared) {
   return {(shared & 0x3ffff) >> 4 | 1u << 16, kSwizzledRows<C>};
 }
 // Keys are what is summed over, 16 in one product; features are the columns of B: boxes follow one
-// another.
+// another, or after the only one comes a column of ones, which is the same for all keys.
 template <class C>
-__device__ __forceinline__ Descriptor described_by_features(uint32_t shared) {
-  return {(shared & 0x3ffff) >> 4 | uint32_t{C::kKeys * C::kBoxRow / 16} << 16, kSwizzledRows<C>};
+__device__ __forceinline__ Descriptor described_by_features(uint32_t shared, uint32_t ones) {
+  const uint32_t next = C::kOnes ? ones - shared : uint32_t{C::kKeys * C::kBoxRow};
+  return {(shared & 0x3ffff) >> 4 | next / 16 << 16, kSwizzledRows<C>};
 }
 
 // The instruction of 64 x kColumns x 16 for an element type. SS: A and B in shared memory, columns
-// of B in rows. RS: A in registers, columns of B in features.
+// of B in rows. RS: A in registers, columns of B in rows (K) or in features (MN).
 template <class T, int kColumns>
 __device__ __forceinline__ constexpr auto shared_product() {
   constexpr auto K = gmma::Major::K;
@@ -72,17 +77,19 @@ __device__ __forceinline__ constexpr auto shared_product() {
     if constexpr (kColumns == 128) return gmma::MMA_64x128x16_F32BF16BF16_SS<K, K>{};
   }
 }
-template <class T, int kColumns>
+template <class T, int kColumns, gmma::Major M>
 __device__ __forceinline__ constexpr auto register_product() {
-  constexpr auto K = gmma::Major::K, M = gmma::Major::MN;
+  constexpr auto K = gmma::Major::K;
   if constexpr (std::is_same_v<T, __half>) {
     if constexpr (kColumns == 64) return gmma::MMA_64x64x16_F32F16F16_RS<K, M>{};
+    if constexpr (kColumns == 72) return gmma::MMA_64x72x16_F32F16F16_RS<K, M>{};
     if constexpr (kColumns == 96) return gmma::MMA_64x96x16_F32F16F16_RS<K, M>{};
     if constexpr (kColumns == 128) return gmma::MMA_64x128x16_F32F16F16_RS<K, M>{};
     if constexpr (kColumns == 192) return gmma::MMA_64x192x16_F32F16F16_RS<K, M>{};
     if constexpr (kColumns == 256) return gmma::MMA_64x256x16_F32F16F16_RS<K, M>{};
   } else {
     if constexpr (kColumns == 64) return gmma::MMA_64x64x16_F32BF16BF16_RS<K, M>{};
+    if constexpr (kColumns == 72) return gmma::MMA_64x72x16_F32BF16BF16_RS<K, M>{};
     if constexpr (kColumns == 96) return gmma::MMA_64x96x16_F32BF16BF16_RS<K, M>{};
     if constexpr (kColumns == 128) return gmma::MMA_64x128x16_F32BF16BF16_RS<K, M>{};
     if constexpr (kColumns == 192) return gmma::MMA_64x192x16_F32BF16BF16_RS<K, M>{};
@@ -110,21 +117,29 @@ __device__ __forceinline__ void wait_products() {
 }
 
 // scores = Q K^T of the warpgroup's 64 queries and the tile's keys: one group, under way
-// afterwards.
-template <class T, class C>
-__device__ __forceinline__ void multiply_keys(const Descriptor& q, const Descriptor& k,
+// afterwards. Queries stand in shared memory or, which spares reading them from there for each
+// tile, are held in registers.
+template <class T, class C, class Queries>
+__device__ __forceinline__ void multiply_keys(const Queries& q, const Descriptor& k,
                                               float (&scores)[C::kScores]) {
-  const auto product = [&]<int... i>(uint64_t a, uint64_t b, gmma::ScaleOut out,
+  const auto product = [&]<int... i>(int d, uint64_t b, gmma::ScaleOut out,
                                      std::integer_sequence<int, i...>) {
-    decltype(shared_product<T, C::kKeys>())::fma(a, b, scores[i]..., out);
+    if constexpr (C::kHoldsQueries) {
+      using Product = decltype(register_product<T, C::kKeys, gmma::Major::K>());
+      const uint32_t (&a)[4] = q[d / 16];
+      Product::fma(a[0], a[1], a[2], a[3], b, scores[i]..., out);
+    } else {
+      const uint32_t box = d / C::kBox, inside = d % C::kBox * 2;
+      decltype(shared_product<T, C::kKeys>())::fma(q.plus(box * C::kQueries * C::kBoxRow + inside),
+                                                   b, scores[i]..., out);
+    }
   };
   fence_registers(scores);
   begin_products();
 #pragma unroll
   for (int d = 0; d < C::kDim; d += 16) {
     const uint32_t box = d / C::kBox, inside = d % C::kBox * 2;
-    product(q.plus(box * C::kQueries * C::kBoxRow + inside),
-            k.plus(box * C::kKeys * C::kBoxRow + inside),
+    product(d, k.plus(box * C::kKeys * C::kBoxRow + inside),
             d == 0 ? gmma::ScaleOut::Zero : gmma::ScaleOut::One,
             std::make_integer_sequence<int, C::kScores>());
   }
@@ -132,22 +147,22 @@ __device__ __forceinline__ void multiply_keys(const Descriptor& q, const Descrip
   fence_registers(scores);
 }
 
-// output += P V, or = at first: one group, under way afterwards.
+// output += P V: one group, under way afterwards.
 template <class T, class C>
 __device__ __forceinline__ void multiply_values(const uint32_t (&p)[C::kScores / 2],
-                                                const Descriptor& v, bool first,
-                                                float (&output)[C::kOutputs]) {
+                                                const Descriptor& v, float (&output)[C::kOutputs]) {
   const auto product = [&]<int... i>(const uint32_t* a, uint64_t b, gmma::ScaleOut out,
                                      std::integer_sequence<int, i...>) {
-    decltype(register_product<T, C::kDim>())::fma(a[0], a[1], a[2], a[3], b, output[i]..., out);
+    decltype(register_product<T, 2 * C::kOutputs, gmma::Major::MN>())::fma(a[0], a[1], a[2], a[3],
+                                                                           b, output[i]..., out);
   };
   fence_registers(output);
   begin_products();
 #pragma unroll
   for (int key = 0; key < C::kKeys; key += 16) {
-    product(p + key / 4, v.plus(key * C::kBoxRow),
-            first && key == 0 ? gmma::ScaleOut::Zero : gmma::ScaleOut::One,
-            std::make_integer_sequence<int, C::kOutputs>());
+    const uint32_t offset = key * C::kBoxRow;
+    product(p + key / 4, C::kOnes ? v.plus_before_ones(offset) : v.plus(offset),
+            gmma::ScaleOut::One, std::make_integer_sequence<int, C::kOutputs>());
   }
   commit_products();
   fence_registers(output);

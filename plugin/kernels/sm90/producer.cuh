@@ -68,10 +68,9 @@ __device__ __forceinline__ void produce(const Problem& p, const Plan& plan,
     }
     queries.advance();
   };
-  const int rounds = schedule.rounds(gridDim.x);
-  for (int round = 0; round < rounds; ++round) {
+  for (int turn = 0; turn < schedule.turns; ++turn) {
     Work work;
-    if (!schedule.work(round, blockIdx.x, gridDim.x, C::kQueries, &work)) continue;
+    if (!schedule.work(turn, blockIdx.x, gridDim.x, C::kQueries, &work)) continue;
     const Span span = span_of<C>(p, work);
     // With one place for queries, the next ones wait until there is nothing left to do with these.
     if (C::kQueryStages == 1) copy_due_values();
@@ -103,10 +102,9 @@ __device__ __forceinline__ void produce_biases(const Problem& p, const Plan& pla
   constexpr int kPerLane = (C::kKeys + 31) / 32;
   const int lane = threadIdx.x % 32;
   Ring<C::kStages> ring;
-  const int rounds = schedule.rounds(gridDim.x);
-  for (int round = 0; round < rounds; ++round) {
+  for (int turn = 0; turn < schedule.turns; ++turn) {
     Work work;
-    if (!schedule.work(round, blockIdx.x, gridDim.x, C::kQueries, &work)) continue;
+    if (!schedule.work(turn, blockIdx.x, gridDim.x, C::kQueries, &work)) continue;
     const Span span = span_of<C>(p, work);
     const char* const row = mask_element(p, plan, work.batch, work.head, 0, 0);
     for (int tile = span.last_tile; tile >= span.first_tile; --tile) {
@@ -157,10 +155,9 @@ __device__ __forceinline__ void store_empty_rows(const Problem& p, const Work& w
 // take the places of queries while others wait for these.
 template <class T, class C>
 __device__ __forceinline__ void store_empty_tiles(const Problem& p, const Schedule& schedule) {
-  const int rounds = schedule.rounds(gridDim.x);
-  for (int round = 0; round < rounds; ++round) {
+  for (int turn = 0; turn < schedule.turns; ++turn) {
     Work work;
-    if (!schedule.work(round, blockIdx.x, gridDim.x, C::kQueries, &work)) continue;
+    if (!schedule.work(turn, blockIdx.x, gridDim.x, C::kQueries, &work)) continue;
     const Span span = span_of<C>(p, work);
     if (span.first_tile <= span.last_tile) continue;
     store_empty_rows<T, C>(p, work, 0, min(work.first_query + C::kQueries, p.q_length));

@@ -1,62 +1,72 @@
 // Which tiles of queries a block takes, and which tiles of keys each of them walks over.
 #pragma once
 
+#include <algorithm>
+
 #include "kernels/common/plan.h"
 
 namespace flashonnx::sm90 {
 
-// Blocks take tiles in rounds, each its own without asking: there is no state to reset.
+// Blocks take items in rounds, each its own without asking: there is no state to reset. An item is
+// a tile of queries, or a couple of them, and all are dealt out in one order:
+//
+// - Tiles that are all as long: head by head, neighbours share K and V.
+// - Later tiles of a head see more keys: couples of a long tile and a short one of the next head,
+//   all equally long, then the tiles of the last heads, longest first. What is left over of the
+//   last rounds is short then (couples alone: up to 6 % more for the busiest block).
 struct Schedule {
-  enum Order : int32_t {
-    kInOrder,       // all tiles are as long; neighbours share K and V
-    kLongestFirst,  // later tiles of a head see more keys, and there are few tiles
-    kCouples,       // as well, and there are many: a long one, then a short one of the next head
-  };
-  Order order;
   int32_t row_tiles;  // tiles of queries of one head
   int32_t batch_heads;
-  int32_t items;  // dealt out: couples or tiles
-  Divider by_row_tiles, by_batch_heads, by_q_heads, by_group;
+  int32_t couples;  // the first items
+  int32_t sorted;   // heads whose tiles follow longest first
+  int32_t items;
+  int32_t turns;  // of a block, two a round: of a tile that is no couple, the second is empty
+  Divider by_row_tiles, by_sorted, by_q_heads, by_group;
+
+  static constexpr int kSortedRounds = 3;
 
   Schedule(const Problem& p, const Plan& plan, int queries, int blocks)
       : row_tiles((p.q_length + queries - 1) / queries),
         batch_heads(static_cast<int32_t>(p.batch_heads)),
         by_row_tiles(row_tiles),
-        by_batch_heads(batch_heads),
         by_q_heads(plan.q_heads),
         by_group(plan.group) {
-    const int32_t couples = (batch_heads + 1) / 2 * row_tiles;
-    order = !plan.longest_last ? kInOrder : couples < blocks ? kLongestFirst : kCouples;
-    items = order == kCouples ? couples : row_tiles * batch_heads;
+    // Short heads of many features would not stay in the L2 cache until their last tile's turn.
+    const bool stay = p.head_dim <= 128 || row_tiles >= 16;
+    const bool few = (batch_heads + 1) / 2 * row_tiles < blocks;
+    const int rounds = stay || few ? kSortedRounds : 0;
+    sorted = plan.longest_last
+                 ? std::min(batch_heads, (rounds * blocks + row_tiles - 1) / row_tiles)
+                 : 0;
+    if (plan.longest_last && (batch_heads - sorted) % 2 != 0) ++sorted;
+    by_sorted = Divider(std::max(sorted, 1));
+    couples = plan.longest_last ? (batch_heads - sorted) / 2 * row_tiles : 0;
+    items = couples + (plan.longest_last ? sorted : batch_heads) * row_tiles;
+    turns = (items + blocks - 1) / blocks * 2;
   }
 
-  FLASHONNX_HOST_DEVICE int rounds(int blocks) const {
-    const int each = (items + blocks - 1) / blocks;
-    return order == kCouples ? 2 * each : each;
-  }
-
-  // The tile of a round; false if the block has none in it.
-  FLASHONNX_HOST_DEVICE bool work(int round, int block, int blocks, int queries, Work* work) const {
-    const int second = order == kCouples ? round % 2 : 0;
-    const int deal = order == kCouples ? round / 2 : round;
+  // The tile of a turn; false if the block has none in it.
+  FLASHONNX_HOST_DEVICE bool work(int turn, int block, int blocks, int queries, Work* work) const {
+    const int round = turn / 2, second = turn % 2;
     // Who had a longer one gets a shorter one next.
-    const bool turned = order == kLongestFirst && deal % 2 == 1;
-    const uint32_t item = deal * blocks + (turned ? blocks - 1 - block : block);
+    const bool turned = sorted > 0 && round % 2 == 1;
+    const uint32_t item = round * blocks + (turned ? blocks - 1 - block : block);
     if (item >= static_cast<uint32_t>(items)) return false;
+    const bool couple = item < static_cast<uint32_t>(couples);
+    if (second && !couple) return false;
     uint32_t head, tile;
-    if (order == kLongestFirst) {
-      const uint32_t length = by_batch_heads.quotient(item);
-      head = item - length * batch_heads;
+    if (sorted > 0 && !couple) {
+      const uint32_t length = by_sorted.quotient(item - couples);
+      head = batch_heads - sorted + (item - couples - length * sorted);
       tile = row_tiles - 1 - length;
     } else {
       head = by_row_tiles.quotient(item);
       tile = item - head * row_tiles;
-      if (order == kCouples) {
+      if (couple) {
         head = 2 * head + second;
         tile = second ? tile : row_tiles - 1 - tile;
       }
     }
-    if (head >= static_cast<uint32_t>(batch_heads)) return false;
     const uint32_t batch = by_q_heads.quotient(head);
     work->batch = static_cast<int32_t>(batch);
     work->head = static_cast<int32_t>(head - batch * by_q_heads.divisor);

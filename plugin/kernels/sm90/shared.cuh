@@ -30,6 +30,13 @@ struct Shared {
   __device__ __forceinline__ uint32_t mask(int stage) const {
     return base + C::kMaskAt + stage * C::kMaskBytes;
   }
+  // By all threads; `pair` is two of them.
+  __device__ __forceinline__ void fill_ones(uint32_t pair) const {
+    static_assert(!C::kOnes || 16 * C::kBoxRow / 8 <= C::kThreads);
+    if (C::kOnes && threadIdx.x < 16 * C::kBoxRow / 8)
+      reinterpret_cast<uint2*>(memory + C::kOnesAt)[threadIdx.x] = {pair, pair};
+    fence_async();
+  }
   __device__ __forceinline__ float* biases(int stage) const {
     return reinterpret_cast<float*>(memory + C::kBiasAt) + stage * C::kKeys;
   }

@@ -12,7 +12,8 @@
 
 namespace flashonnx::sm90 {
 
-constexpr float kSlack = 8.f;  // P up to 256
+constexpr float kSlack = 8.f;
+constexpr float kMost = 256.f;  // 2^kSlack, of P
 
 // Places of a consumer thread: rows `row` and `row` + 8 of its warp's 16; columns 8 n + 2 * `quad`
 // and the next, n counting groups of four registers. Register 4 n + 2 h + e is row + 8 h, column
@@ -80,19 +81,57 @@ __device__ __forceinline__ void add_up(const float (&scores)[C::kScores], RowSta
   for (int h = 0; h < 2; ++h) state.sum[h] += sums[h][0] + sums[h][1];
 }
 
-// scores = P = 2^(factor * scores - maximum), and the rows' sums.
+// scores = P = 2^(factor * scores - maximum).
 template <class C>
 __device__ __forceinline__ void exponentiate(float factor, float (&scores)[C::kScores],
-                                             RowState& state) {
+                                             const RowState& state) {
 #pragma unroll
   for (int i = 0; i < C::kScores; ++i)
     scores[i] = exp2_approximate(fmaf(scores[i], factor, -state.maximum[i / 2 % 2]));
-  add_up<C>(scores, state);
+}
+
+// P, and the maxima after that: of scores that rarely ask for a higher one. Where they do, P is
+// brought down afterwards; a P beyond the range of float32 leaves an infinite maximum behind.
+//
+// None is negative, and so they compare as integers do, three at a time; NaN is the largest.
+template <class C>
+__device__ __forceinline__ Raise exponentiate_first(float factor, float (&scores)[C::kScores],
+                                                    RowState& state) {
+  exponentiate<C>(factor, scores, state);
+  int top[4] = {};
+#pragma unroll
+  for (int i = 0; i < C::kScores; i += 2) {
+    top[i / 2 % 4] =
+        __vimax3_s32(top[i / 2 % 4], __float_as_int(scores[i]), __float_as_int(scores[i + 1]));
+  }
+  const int most = max(max(top[0], top[1]), max(top[2], top[3]));
+  Raise raise = {__any_sync(0xffffffffu, most > __float_as_int(kMost)) != 0, {1.f, 1.f}};
+  if (raise.any) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float x = 1.f;
+#pragma unroll
+      for (int n = 0; n < C::kScores / 4; ++n)
+        x = fmaxf(x, fmaxf(scores[4 * n + 2 * h], scores[4 * n + 2 * h + 1]));
+      const float next = state.maximum[h] + __log2f(quad_maximum(x));
+      raise.keep[h] = exp2_approximate(state.maximum[h] - next);
+      state.maximum[h] = next;
+      state.sum[h] *= raise.keep[h];
+    }
+#pragma unroll
+    for (int i = 0; i < C::kScores; ++i) scores[i] *= raise.keep[i / 2 % 2];
+  }
+  return raise;
+}
+
+__device__ __forceinline__ bool overflowed(const RowState& state) {
+  return fmaxf(state.maximum[0], state.maximum[1]) == INFINITY;
 }
 
 // As well for scores in powers of 4.
 template <class C>
-__device__ __forceinline__ void exponentiate_fours(float (&scores)[C::kScores], RowState& state) {
+__device__ __forceinline__ void exponentiate_fours(float (&scores)[C::kScores],
+                                                   const RowState& state) {
   constexpr float kExtreme = -FLT_MAX / 4;  // doubled, it comes near the range's end
   const auto extreme = [](float x) { return x < kExtreme && x > -FLT_MAX; };
   if (__any_sync(0xffffffffu, extreme(state.maximum[0]) || extreme(state.maximum[1]))) {
@@ -106,7 +145,6 @@ __device__ __forceinline__ void exponentiate_fours(float (&scores)[C::kScores], 
     for (int i = 0; i < C::kScores; ++i)
       scores[i] = exp2_approximate(fmaf(scores[i], 2.f, minus[i / 2 % 2]));
   }
-  add_up<C>(scores, state);
 }
 
 // P as the A operand: accumulators of two 8-column groups are one 16-key operand.
@@ -119,7 +157,6 @@ __device__ __forceinline__ void pack_scores(const float (&scores)[C::kScores],
 
 template <class C>
 __device__ __forceinline__ void rescale(const Raise& raise, float (&output)[C::kOutputs]) {
-  if (!raise.any) return;
 #pragma unroll
   for (int i = 0; i < C::kOutputs; ++i) output[i] *= raise.keep[i / 2 % 2];
 }
