@@ -63,7 +63,7 @@ struct Tiling {
   static constexpr int kBarriers = 2 * kQueryStages + 4 * kStages;
   static constexpr int kItemsAt = kBarriersAt + (kBarriers * 8 + kStages * 4 + 15) / 16 * 16;
   static constexpr int kDrawnAt = kItemsAt + kQueryStages * 48;  // see gathered.cuh
-  static constexpr int kSharedBytes = kDrawnAt + 64 + 2 * 8;
+  static constexpr int kSharedBytes = kDrawnAt + 64 + 3 * 8;
   // Dynamic shared memory need not begin at a multiple of what swizzling asks for.
   static constexpr int kAlignment = 1024;
   static_assert(kSharedBytes + kAlignment <= 227 * 1024);

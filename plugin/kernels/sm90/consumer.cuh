@@ -86,13 +86,7 @@ class Consumer {
   // Waits for the next tile of queries; false if there is none.
   __device__ __forceinline__ bool next_item() {
     barrier_wait(shared_.q_full(queries_.stage), queries_.round);
-    if (item().work.batch < 0) return false;
-    if (p_.ragged.queries) {
-      // The next sequence's queries follow: zeros instead, so that they change nothing.
-      const int first = item().work.first_query + lane_.group * 64;
-      clear_rows<C::kQueries>(queries(queries_.stage), max(item().queries - first, 0), 64);
-    }
-    return true;
+    return item().work.batch >= 0;
   }
 
   // Lets go of the last tile of keys if other groups see it and this one does not. More than one
@@ -324,22 +318,15 @@ class Consumer {
   // instead. Each group writes them for itself; they are the same zeros.
   __device__ __forceinline__ void wait_for_values(const Span& span, int tile) {
     barrier_wait(shared_.v_full(values_.stage), values_.round);
-    if (!ends_early(span)) return;
-    clear_rows<C::kKeys>(shared_.v(values_.stage), max(span.range.limit - tile * C::kKeys, 0),
-                         C::kKeys);
-  }
-
-  // Writes zeros to rows [from, to) of a tile of kRows rows, by the warpgroup.
-  template <int kRows>
-  __device__ __forceinline__ void clear_rows(uint32_t tile, int from, int to) {
-    if (from >= to) return;
-    const uint32_t at = tile + threadIdx.x % 128 % (C::kBoxRow / 16) * 16;
-    for (int row = from + threadIdx.x % 128 / (C::kBoxRow / 16); row < to;
+    const int limit = max(span.range.limit - tile * C::kKeys, 0);
+    if (limit >= C::kKeys || !ends_early(span)) return;
+    const uint32_t at = shared_.v(values_.stage) + threadIdx.x % 128 % (C::kBoxRow / 16) * 16;
+    for (int row = limit + threadIdx.x % 128 / (C::kBoxRow / 16); row < C::kKeys;
          row += 128 / (C::kBoxRow / 16)) {
 #pragma unroll
       for (int box = 0; box < C::kBoxes; ++box) {
-        const uint32_t place = at + (box * kRows + row) * C::kBoxRow;
-        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(place), "r"(0) : "memory");
+        const uint32_t to = at + (box * C::kKeys + row) * C::kBoxRow;
+        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
       }
     }
     fence_async();

@@ -177,6 +177,7 @@ class Gatherer {
   }
   // The next drawn tile may be written.
   __device__ __forceinline__ void release() const {
+    __syncwarp();
     if (lane() == 0) barrier_arrive(shared_.drawn_free());
   }
 
@@ -269,6 +270,33 @@ __device__ __forceinline__ void store_biases(const Gathering& gathering, const S
   __syncwarp();
 }
 
+// Copies a tile of queries that ends within a sequence. The next one's, which follow, become zeros
+// before consumers see them, so that they change nothing.
+template <class C>
+__device__ __forceinline__ void copy_last_queries(const Maps& maps, const Shared<C>& shared,
+                                                  const Item& item, int stage, uint32_t round) {
+  const int lane = threadIdx.x % 32;
+  if (lane == 0) {
+    copy_tile<C, C::kQueries>(shared.q(stage), &maps.q, shared.landed(),
+                              item.token + item.work.first_query, item.work.head, 0);
+  }
+  barrier_wait(shared.landed(), round);
+  constexpr int kChunks = C::kBoxRow / 16;
+  const int end = item.queries - item.work.first_query;
+#pragma unroll 1
+  for (int row = end + lane / kChunks; row < C::kQueries; row += 32 / kChunks) {
+#pragma unroll
+    for (int box = 0; box < C::kBoxes; ++box) {
+      const uint32_t at =
+          shared.q(stage) + (box * C::kQueries + row) * C::kBoxRow + lane % kChunks * 16;
+      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
+    }
+  }
+  fence_async();
+  __syncwarp();
+  if (lane == 0) barrier_arrive(shared.q_full(stage));
+}
+
 // Keys, and the queries that are multiplied by them.
 template <class C>
 __device__ __forceinline__ void produce_keys(const Problem& p, const Gathering& gathering,
@@ -278,6 +306,7 @@ __device__ __forceinline__ void produce_keys(const Problem& p, const Gathering& 
   Gatherer<C> keys(p, gathering, maps.k, shared);
   Ring<C::kStages> ring;
   Ring<C::kQueryStages> queries;
+  uint32_t landed = 0;
   while (keys.next()) {
     bool first = true, more = true;
     while (more) {
@@ -289,8 +318,12 @@ __device__ __forceinline__ void produce_keys(const Problem& p, const Gathering& 
       if (!first) continue;
       first = false;
       barrier_wait(shared.q_free(queries.stage), queries.round ^ 1);
-      if (lane == 0) {
-        const Item& item = *shared.item(queries.stage) = shared.drawn()->item;
+      const Item& item = shared.drawn()->item;
+      if (lane == 0) *shared.item(queries.stage) = item;
+      if (p.ragged.queries && item.work.first_query + C::kQueries > item.queries) {
+        copy_last_queries<C>(maps, shared, item, queries.stage, landed);
+        landed ^= 1;
+      } else if (lane == 0) {
         copy_tile<C, C::kQueries>(shared.q(queries.stage), &maps.q, shared.q_full(queries.stage),
                                   item.token + item.work.first_query, item.work.head,
                                   p.ragged.queries ? 0 : item.work.batch);

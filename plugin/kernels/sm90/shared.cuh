@@ -58,6 +58,8 @@ struct Shared {
   }
   __device__ __forceinline__ uint32_t drawn_full() const { return base + C::kDrawnAt + 64; }
   __device__ __forceinline__ uint32_t drawn_free() const { return drawn_full() + 8; }
+  // Queries have landed that consumers do not hear of yet.
+  __device__ __forceinline__ uint32_t landed() const { return drawn_full() + 16; }
 
   // A stage of Q is free when what came of it is stored.
   __device__ __forceinline__ uint32_t q_full(int stage) const { return barrier(2 * stage); }
@@ -79,6 +81,7 @@ struct Shared {
       barrier_init(barrier(i), i % 2 ? consumers : 1);
     }
     barrier_init(drawn_full(), 1), barrier_init(drawn_free(), 2);
+    barrier_init(landed(), 1);
     if (biased) {
       for (int stage = 0; stage < C::kStages; ++stage) barrier_init(k_full(stage), 2);
     }
