@@ -51,9 +51,9 @@ def test_unaligned_memory(library: Library, device: str, case: Case) -> None:
 
 _REPEATED = [
     *(c for c in DECODE if c.id in ("decode-uneven-float16", "decode-mask-bhqk-T-bfloat16", "decode-nans-float16",
-                                    "decode-even-lengths-float16")),
+                                    "decode-uneven-units-lengths-float16", "decode-units-96-bfloat16")),
     *(c for c in CACHES if c.id in ("decode-pages-1-bfloat16", "decode-ragged-16-float16", "decode-pages-q5-float16",
-                                    "decode-even-pages-16-float16")),
+                                    "decode-uneven-units-pages-16-float16")),
     # enough keys for more blocks than a cluster has
     Case("long", dtype="bfloat16", batch=1, heads=(16, 8), q_length=1, kv_length=17_000, head_dim=64, gpu=True),
     Case("many-heads", dtype="float16", batch=50, heads=(16, 8), q_length=2, kv_length=300, head_dim=64, is_causal=1),
@@ -130,12 +130,15 @@ def test_chosen(library: Library, target: Device) -> None:
     for taken in (
         {"kv_length": 1024}, {"kv_length": 128, "batch": 300}, {"q_length": 4, "kv_length": 500},
         {"q_heads": 71, "kv_heads": 1, "kv_length": 300}, {"kv_length": 500, "head_dim": 256},
+        {"q_heads": 32, "kv_heads": 8, "q_length": 48, "kv_length": 4096},
     ):  # fmt: skip
         assert _kernel(library, _described(library, target, **taken)) == "decode", taken
     for left in (
         {"kv_length": 20},
         {"q_length": 128, "kv_length": 500},
-        {"q_length": 8, "q_heads": 32, "kv_length": 500},
+        {"q_length": 65, "kv_length": 5000},
+        {"q_heads": 32, "kv_heads": 8, "q_length": 48, "kv_length": 4096, "fixed_split": 1},
+        {"batch": 8, "q_heads": 32, "kv_heads": 8, "q_length": 64, "kv_length": 4096},
     ):
         assert _kernel(library, _described(library, target, **left)) != "decode", left
 

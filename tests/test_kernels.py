@@ -55,6 +55,19 @@ def test_integer_masks(library: Library, device: str, case: Case) -> None:
     Problem(library, case, device).check()
 
 
+@on_devices(
+    *(Case(f"wide-{d}-{dv}-s{s}-causal{c}-{t}", dtype=t, heads=(4, 2), q_length=s, kv_length=s, head_dim=d,
+           value_dim=dv, is_causal=c, gpu=True)
+      for t in ("float16", "bfloat16") for d, dv in ((192, 128), (136, 72)) for s in (65, 300) for c in (0, 1)),
+    *(Case(f"wide-lengths-{p}-{t}", dtype=t, q_length=140, kv_length=300, head_dim=192, value_dim=128, lengths=(5, 170),
+           poison=p, gpu=True)
+      for t in ("float16", "bfloat16") for p in (None, np.nan)),
+)  # fmt: skip
+def test_values_narrower_than_keys(library: Library, device: str, case: Case) -> None:
+    """Over several tiles, as in DeepSeek's prefill."""
+    Problem(library, case, device).check()
+
+
 @on_devices(*(Case(f"{m}-{mask}-{t}", dtype=t, mask=m, mask_dtype=mask, q_length=70, kv_length=130)
               for m in ("b1qk", "b11k") for t, mask in (("bfloat16", "float16"), ("float16", "bfloat16"))))  # fmt: skip
 def test_masks_of_the_other_16_bits(library: Library, device: str, case: Case) -> None:
@@ -86,7 +99,8 @@ def test_scores_that_rise(library: Library, device: str, dtype: str, head_dim: i
     """By e^rise every 300 keys, whichever end a kernel begins at: e^150 is beyond float32's range."""
     keys = np.arange(900)
     for order in (keys, keys[::-1]):
-        case = Case(f"rise-{rise}", dtype=dtype, layout="bhsd", q_length=70, kv_length=900, head_dim=head_dim, heads=(1, 1))
+        shape = {"q_length": 70, "kv_length": 900, "head_dim": head_dim, "heads": (1, 1)}
+        case = Case(f"rise-{rise}", dtype=dtype, layout="bhsd", **shape)
         inputs = case.inputs()
         inputs["Q"][..., 0] = 4
         inputs["K"][..., 0] = (order // 300 * rise * head_dim**0.5 / 4).astype(inputs["K"].dtype)

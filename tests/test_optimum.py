@@ -85,32 +85,34 @@ def test_the_page(
         np.testing.assert_allclose(hidden, other, atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Bart"])
-def test_greedy_text(kind: str, tmp_path: Path, library_path: str) -> None:
-    """A decoder with past keys, and an encoder with a decoder of two branches: the tokens are PyTorch's."""
-    torch.manual_seed(0)
+def decoder(kind: str) -> tuple[torch.nn.Module, str, str, list[list[int]]]:
+    """The model, optimum's task and class, and the mask of a batch of two prompts."""
+    right, left = [[1, 1, 1, 1], [1, 1, 0, 0]], [[1, 1, 1, 1], [0, 0, 1, 1]]
     if kind == "Llama":
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 2}
-        config = transformers.LlamaConfig(
-            **sizes, **SMALL, num_hidden_layers=LAYERS, num_attention_heads=4, bos_token_id=2, eos_token_id=3
-        )
-        model, task, runner = transformers.LlamaForCausalLM(config), "text-generation-with-past", "CausalLM"
-        mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
-    else:
-        sizes = {f"{part}_{name}": n for part in ("encoder", "decoder")
-                 for name, n in (("layers", LAYERS), ("attention_heads", 4), ("ffn_dim", 128))}  # fmt: skip
-        config = transformers.BartConfig(
-            **sizes, vocab_size=100, d_model=64, max_position_embeddings=64, init_std=0.3, forced_eos_token_id=None
-        )
-        model, task, runner = (
-            transformers.BartForConditionalGeneration(config),
-            "text2text-generation-with-past",
-            "Seq2SeqLM",
-        )
-        mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+        heads = {"num_hidden_layers": LAYERS, "num_attention_heads": 4, "bos_token_id": 2, "eos_token_id": 3}
+        config = transformers.LlamaConfig(**sizes, **heads, **SMALL)
+        return transformers.LlamaForCausalLM(config), "text-generation-with-past", "CausalLM", left
+    if kind == "T5":
+        sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": LAYERS, "num_heads": 4, "vocab_size": 100}
+        config = transformers.T5Config(**sizes, decoder_start_token_id=0)
+        return transformers.T5ForConditionalGeneration(config), "text2text-generation-with-past", "Seq2SeqLM", right
+    sizes = {f"{part}_{name}": n for part in ("encoder", "decoder")
+             for name, n in (("layers", LAYERS), ("attention_heads", 4), ("ffn_dim", 128))}  # fmt: skip
+    config = transformers.BartConfig(
+        **sizes, vocab_size=100, d_model=64, max_position_embeddings=64, init_std=0.3, forced_eos_token_id=None
+    )
+    return transformers.BartForConditionalGeneration(config), "text2text-generation-with-past", "Seq2SeqLM", right
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Bart", "T5"])
+def test_greedy_text(kind: str, tmp_path: Path, library_path: str) -> None:
+    """A decoder with past keys, and encoders with decoders of two branches: the tokens are PyTorch's."""
+    torch.manual_seed(0)
+    model, task, runner, mask = decoder(kind)
     folder = exported(model, task, tmp_path)
     fuse_all(folder)
     fused = getattr(ort_models, f"ORTModelFor{runner}").from_pretrained(folder, session_options=options())
-    prompt = {"input_ids": torch.tensor([[5, 17, 6, 90], [8, 9, 30, 31]]), "attention_mask": mask}
+    prompt = {"input_ids": torch.tensor([[5, 17, 6, 90], [8, 9, 30, 31]]), "attention_mask": torch.tensor(mask)}
     greedy = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False, "num_beams": 1, "pad_token_id": 0}
     assert torch.equal(fused.generate(**prompt, **greedy), model.generate(**prompt, **greedy))

@@ -179,4 +179,4 @@ def test_what_takes_more_than_that_fails() -> None:
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     with pytest.raises(Exception, match=r"(?i)memory|alloc"):
         _within(model, "cuda", MOST).run(None, {"x": np.ones(1, np.float32)})
-    assert _within(model, "cuda", 2 * MOST).run(None, {"x": np.ones(1, np.float32)})[0] == 1
+    assert _within(model, "cuda", 4 * MOST).run(None, {"x": np.ones(1, np.float32)})[0] == 1

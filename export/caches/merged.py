@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import onnx_ir as ir
-from flashonnx.export.caches.pairs import CacheError
-from flashonnx.export.caches.past_lengths import read_by
+from flashonnx.export.caches.pairs import CacheError, read_by
 
 _SAME = frozenset(["Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Gather"])
 

@@ -92,6 +92,22 @@ def same(value: ir.Value) -> Iterator[ir.Value]:
         pending += [node.outputs[0] for node in (*alone, *(node for node in users if node.op_type == "Identity"))]
 
 
+def read_by(node: ir.Node) -> set[ir.Value]:
+    """What a node reads, its subgraphs included."""
+    read = {value for value in node.inputs if value is not None}
+    for attribute in node.attributes.values():
+        for graph in (
+            [attribute.as_graph()]
+            if attribute.type == ir.AttributeType.GRAPH
+            else attribute.as_graphs()
+            if attribute.type == ir.AttributeType.GRAPHS
+            else []
+        ):
+            for inner in graph:
+                read |= read_by(inner)
+    return read
+
+
 def _joined(facts: Facts, past: ir.Value) -> Iterator[tuple[ir.Value | None, ir.Value]]:
     """New keys or values, and them behind `past`."""
     for value in same(past):

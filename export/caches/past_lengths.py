@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import onnx_ir as ir
-from flashonnx.export.caches.pairs import CacheError
+from flashonnx.export.caches.pairs import CacheError, read_by
 from flashonnx.export.caches.spreading import spread
 from flashonnx.export.masks.forms import Affine
 from flashonnx.export.masks.positions import form_of
@@ -122,19 +122,3 @@ class PastLengths:
         for node in reversed(list(self.model.graph)):
             if not any(value.uses() or value.is_graph_output() for value in node.outputs):
                 self.model.graph.remove(node, safe=True)
-
-
-def read_by(node: ir.Node) -> set[ir.Value]:
-    """What a node reads, its subgraphs included."""
-    read = {value for value in node.inputs if value is not None}
-    for attribute in node.attributes.values():
-        for graph in (
-            [attribute.as_graph()]
-            if attribute.type == ir.AttributeType.GRAPH
-            else attribute.as_graphs()
-            if attribute.type == ir.AttributeType.GRAPHS
-            else []
-        ):
-            for inner in graph:
-                read |= read_by(inner)
-    return read

@@ -82,8 +82,10 @@ def _name(size: Dim) -> int | str:
 def _shapes(model: ir.Model, found: list[Cache], kind: str, sizes: tuple[Dim, Dim]) -> None:
     """The caches' shapes, and "batch" and "sequence" as names of axes, as export_onnx has them."""
     names = {str(size): name for size, name in zip(sizes, ("batch", "sequence"), strict=True) if size.value is None}
-    pattern = re.compile(r"(?<!\w)(" + "|".join(map(re.escape, names)) + r")(?!\w)") if names else None
     values = [*model.graph.inputs, *(value for node in model.graph.all_nodes() for value in node.outputs)]
+    used = {str(dim) for value in values for dim in value.shape or () if not isinstance(dim, int)}
+    names = {size: name for size, name in names.items() if name not in used - names.keys()}
+    pattern = re.compile(r"(?<!\w)(" + "|".join(map(re.escape, names)) + r")(?!\w)") if names else None
     for value in values:
         if value.shape is not None and pattern is not None:
             value.shape = ir.Shape(

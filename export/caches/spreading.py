@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import onnx_ir as ir
-from flashonnx.export.caches.pairs import CacheError
+from flashonnx.export.caches.pairs import CacheError, read_by
 from flashonnx.export.rules.scores import RefusalError
 from flashonnx.export.rules.sizes import Sizes
 from flashonnx.export.values.dims import Dim
@@ -30,7 +30,7 @@ def spread(graph: ir.Graph, sizes: Sizes, wide: set[ir.Value], batch: Dim) -> No
     """
     facts, wide = sizes.facts, set(wide)
     for node in list(graph):
-        if wide.isdisjoint(value for value in node.inputs if value is not None):
+        if wide.isdisjoint(read_by(node)):
             continue
         if (node.domain, node.op_type) == ("", "Shape"):
             _keep(graph, sizes, node)

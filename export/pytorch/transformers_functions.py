@@ -149,7 +149,7 @@ class Functions:
         layer = type(module).__name__
         starts, ends = (kwargs.pop(f"cu_seq_lens_{name}", None) for name in "qk")
         if starts is not None:  # bounds of their lengths would be those of the example
-            kwargs.pop("max_length_q", None), kwargs.pop("max_length_k", None)
+            kwargs = {name: x for name, x in kwargs.items() if name not in ("max_length_q", "max_length_k")}
         if kwargs.pop("output_attentions", None) or _weights_are_wanted():
             raise self._refuse(f"{layer} is to give its attention weights; set output_attentions to False")
         for name, argument in kwargs.items():

@@ -6,7 +6,7 @@ import contextlib
 import io
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import onnx
 import onnx_ir as ir
@@ -32,11 +32,21 @@ def inferred(facts: Facts, node: ir.Node) -> dict[ir.Value, Known]:
     try:
         model = _alone(facts, node, symbols)
         with _quiet():
-            found = SymbolicShapeInference.infer_shapes(model, auto_merge=True)
+            found = _shapes(SymbolicShapeInference(2**31 - 1, True, guess_output_rank=False, verbose=0), model)
     except Exception:  # asserts and errors of all kinds, for what it does not understand
         return {}
     named = [value for value in node.outputs if value.name]
     return {v: _known(info, symbols) for v, info in zip(named, found.graph.output, strict=True)} if found else {}
+
+
+def _shapes(inference: Any, model: onnx.ModelProto) -> onnx.ModelProto | None:
+    """What its infer_shapes() does, which leaves a file in the working directory when it fails."""
+    inference._preprocess(model)
+    complete = False
+    while inference.run_:
+        complete = inference._infer_impl()
+    inference._update_output_from_vi()
+    return inference.out_mp_ if complete else None
 
 
 def _alone(facts: Facts, node: ir.Node, symbols: dict[str, Dim]) -> onnx.ModelProto:

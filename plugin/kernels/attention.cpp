@@ -13,6 +13,7 @@
 #include "kernels/table.h"
 #ifdef FLASHONNX_WITH_CUDA
 #include "kernels/common/cuda.h"
+#include "kernels/decode/after_append.h"
 #endif
 
 namespace flashonnx {
@@ -146,7 +147,12 @@ flashonnx_status execute(const Params& params, Plan& plan, char* workspace, void
   FLASHONNX_RETURN_IF_ERROR(prepare(params, &plan.resolved, workspace, stream));
   const Params& p = plan.resolved.problem;
   if (p.batch == 0 || p.q_length == 0 || (present(p.cu_seqlens_q) && p.q_tokens == 0)) return ok();
-  return plan.kernel->launch(p, workspace + plan.resolved.bytes, stream);
+  workspace += plan.resolved.bytes;
+#ifdef FLASHONNX_WITH_CUDA
+  if (plan.resolved.prepare && plan.kernel->launch == decode::launch)
+    return decode::launch_after_append(p, workspace, stream);
+#endif
+  return plan.kernel->launch(p, workspace, stream);
 }
 
 void log_choice(const Plan& plan) {

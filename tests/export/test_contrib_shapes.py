@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -144,6 +145,14 @@ def test_attention_behind_them(line: str, more: str) -> None:
              "w": random.integers(0, 255, (32, 1, 16), np.uint8), "scales": np.full(32, 0.1, np.float32)}  # fmt: skip
     given = {value.name: given[value.name] for value in before.graph.input}
     np.testing.assert_allclose(run(fused, given)[0], run(before, given)[0], atol=2e-5)
+
+
+def test_nothing_is_left_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime's inference writes a file where it is run when it fails."""
+    monkeypatch.chdir(tmp_path)
+    fuse(behind("y = com.microsoft.NobodyKnowsThis(x)"))
+    fuse(behind(*EXPERTS))
+    assert not list(tmp_path.iterdir())
 
 
 EXPERTS = (

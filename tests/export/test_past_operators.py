@@ -239,3 +239,13 @@ def test_what_becomes_of_positions(operations: str, words: str) -> None:
             fuse(before, kv_cache="static")
     else:
         check(before)
+
+
+def test_positions_in_a_subgraph() -> None:
+    """What an If does with them is not looked into."""
+    body = """c02 = Constant<value_ints=[0,2]>() f = Cast<to=1>(rows) r1 = Unsqueeze(f, c02) flag = Cast<to=9>(i1)
+        z = If<then_branch = a () => (float[1,s,1] t) { t = Identity(r1) },
+               else_branch = c () => (float[1,s,1] e) { e = Neg(r1) }>(flag) y = Add(y0, z)"""
+    before = model(WRITTEN_OUT.replace("y = Reshape(yt, flat)", "y0 = Reshape(yt, flat)") + body)
+    with pytest.raises(ValueError, match="positions go through If"):
+        fuse(before, kv_cache="static")

@@ -55,6 +55,23 @@ def test_family(id: str) -> None:
         torch.testing.assert_close(got[rows], expected[rows], atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("told", [False, True])
+def test_packed_sequences(told: bool, window: int | None) -> None:
+    """By cu_seq_lens_q without a mask, else by positions that begin anew; each sentence is what it is by itself."""
+    more = {} if window is None else {"sliding_window": window}
+    model = small("MistralForCausalLM", NAME, num_key_value_heads=2, **more)
+    ids, ends = torch.randint(3, 99, (1, 13)), torch.tensor([0, 5, 6, 13], dtype=torch.int32)
+    given = {"position_ids": torch.cat([torch.arange(n) for n in (5, 1, 7)])[None], "use_cache": False}
+    if told:
+        given |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 7, "max_length_k": 7}
+    other = small("MistralForCausalLM", "sdpa", num_key_value_heads=2, **more)
+    with torch.no_grad():
+        got = model(input_ids=ids, **given).logits
+        alone = [other(input_ids=ids[:, a:b]).logits for a, b in ((0, 5), (5, 6), (6, 13))]
+    torch.testing.assert_close(got, torch.cat(alone, 1), atol=TOLERANCE, rtol=0)
+
+
 @pytest.mark.parametrize("window", [None, 4])
 def test_generates_with_a_cache(window: int | None) -> None:
     """Padded on the left; the scores of every step are sdpa's, past keys and windows included."""

@@ -340,7 +340,6 @@ __device__ void clear_row(const Job& job, int32_t row, int32_t first, int32_t th
 
 template <class T, int V>
 __global__ void __launch_bounds__(kBlockThreads) append_kernel(const __grid_constant__ Job job) {
-  prefetch_parameter(job);
   wait_for_predecessor();
   // What follows takes its place now; not before, as the kernel before still has it.
   let_dependents_launch();

@@ -5,8 +5,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <cstdint>
-
 #include "kernels/common/cuda.h"
 
 namespace flashonnx {
@@ -23,22 +21,6 @@ __device__ __forceinline__ void let_dependents_launch() {
 __device__ __forceinline__ void wait_for_predecessor() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-// Reads a kernel's parameter into the caches of constants, all lines at once: met one after the
-// other in the code, each line is another wait. What can be done before wait_for_predecessor should
-// be.
-template <class P>
-__device__ __forceinline__ void prefetch_parameter(const P& parameter) {
-#ifndef NO_PREFETCH
-  constexpr unsigned kLine = 16, kWords = sizeof(P) / 4;  // in words
-  const auto* const words = reinterpret_cast<const uint32_t*>(&parameter);
-#pragma unroll
-  for (unsigned first = 0; first < kWords; first += 32 * kLine) {
-    const unsigned word = first + threadIdx.x % 32 * kLine;
-    if (word < kWords) asm volatile("" ::"r"(words[word]));
-  }
 #endif
 }
 

@@ -14,8 +14,6 @@ constexpr int kWarps = 4;
 template <class T>
 __global__ void __launch_bounds__(32 * kWarps)
     combine(const __grid_constant__ Problem p, const __grid_constant__ Decode d) {
-  prefetch_parameter(p);
-  prefetch_parameter(d);
   const int64_t packed = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
   if (packed >= d.all_rows) return;
   // As in work_of: rows of a tile, tiles of a key head, key heads of a batch entry.

@@ -92,10 +92,7 @@ __device__ __forceinline__ void walk(const Block<T, C>& block, const Shared<C>& 
   const Loader<T, C> loader(p, d, block.work, block.begin, block.end);
   const uint32_t ring = sm80::shared_address(shared.rings) + lane.warp * C::kRingBytes;
   const int step = d.warps;
-  if (!kCareful) {
-    wait_for_predecessor();
-    let_dependents_launch();
-  }
+  if (!kCareful) wait_for_predecessor();
   int tile = block.first_tile + lane.warp, ahead = tile;
   const auto first_pages = loader.first_pages(ahead, step);
   bool missing = false;  // a page, in this tile or one before
@@ -181,8 +178,6 @@ template <class T, class C>
 __global__ void __launch_bounds__(32 * C::kMaxWarps, 1)
     attend(const __grid_constant__ Problem p, const __grid_constant__ Decode d) {
   unsigned char* const memory = sm80::shared_memory();
-  prefetch_parameter(p);
-  prefetch_parameter(d);
   // What does not read memory is done before: see Grid::overlap.
   if (p.key_lengths || d.first_queries || d.first_keys) wait_for_predecessor();
   const Block<T, C> block(p, d);
@@ -195,6 +190,7 @@ __global__ void __launch_bounds__(32 * C::kMaxWarps, 1)
   {
     RowState<C> state;
     walk<T, C, false>(block, shared, state);
+    let_dependents_launch();  // not before: until now there is no room for them
     const bool may_be_masked =
         p.mask.data || block.clear_begin > block.begin || block.clear_end < block.end;
     if (may_be_masked && __any_sync(0xffffffffu, holds_nonfinite<C>(state))) {

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "kernels/common/status.h"
+#include "kernels/decode/after_append.h"
 #include "kernels/decode/config.h"
 
 namespace flashonnx::decode {
@@ -38,6 +39,7 @@ Shape shape_of(const Params& params) {
 }
 
 constexpr int kMaxWarps = Tiling128::kMaxWarps;
+constexpr int64_t kMaxResident = 4;  // blocks on a multiprocessor
 constexpr int64_t kTileKeys = Tiling128::kKeys;
 constexpr int64_t kMaxPartitions = 64;
 constexpr int64_t kFixedSplits = 8;  // where results may not depend on batch mates
@@ -99,12 +101,6 @@ Split split_of(const Params& params, const Shape& shape) {
     const int64_t wanted = std::clamp<int64_t>(divide_up(tiles, kFixedTiles), 1, kFixedSplits);
     return largest > 1 ? Split{whole, wanted, 1} : Split{whole, 1, wanted};
   }
-#ifdef SPLIT_WARPS
-  if (units * tiles > 8 * processors) {
-    const int64_t slots = processors * 8 / SPLIT_WARPS;
-    return {SPLIT_WARPS, 1, std::clamp<int64_t>(slots / units, 1, kMaxPartitions)};
-  }
-#endif
   // Little work: what counts is how soon it begins and how quickly results are together.
   if (largest > 1 && units * tiles <= 8 * processors) {
     const int64_t warps = std::min<int64_t>(whole, 4);
@@ -125,11 +121,41 @@ Split split_of(const Params& params, const Shape& shape) {
   // Where the largest clusters leave most of the device idle, several small ones.
   const bool many = 2 * largest * units < processors * 9 / 10 && tiles >= 64 * largest;
   if (many) return {warps, 2, std::min(wanted / 2, kMaxPartitions)};
+  // Clusters of three and more do not find room everywhere: some nine in ten of the places are of
+  // use to them. Where that leaves a fifth of the device idle, and there is much to read, single
+  // blocks, which spread over all of it, and the other kernel are worth their while.
+  const int64_t resident = halves ? 2 : 1, slots = processors * resident;
+  int64_t cluster = std::min(wanted, largest);
+  if (cluster > 2) cluster = std::min(cluster, slots * 9 / 10 / units);
+  if (10 * cluster * units < 8 * slots && units * tiles >= 128 * processors) {
+    for (const int64_t blocks : {int64_t{2}, kMaxResident}) {  // on a multiprocessor
+      const int64_t fewer = warps_of(shape, params.device.shared_memory, blocks);
+      const int64_t parts = std::min(processors * blocks / units, kMaxPartitions);
+      const bool full = blocks == kMaxResident || 10 * parts * units >= 9 * processors * blocks;
+      if (fewer > 0 && parts > 1 && full) return {fewer, 1, parts};
+    }
+  }
   return {warps, std::min(wanted, largest), 1};
 }
 
 int64_t partial_bytes(const Params& params, int64_t rows, int64_t partitions) {
   return partitions > 1 ? partitions * rows * (divide_up(params.value_dim, 4) * 4 + 2) * 4 : 0;
+}
+
+// Whether it is faster with several queries than kernels that do not split keys. Measured on an
+// H200 at head size 128: those take 12 ns for each key and each turn of 128 queries of a head on
+// all multiprocessors, this one 1 ns for each tile of a unit.
+bool few_queries(const Params& params, int64_t rows) {
+  constexpr int64_t kFewQueries = 16, kFewRows = 64, kMostQueries = 64, kMostRows = 512;
+  if (params.q_length <= kFewQueries && rows <= kFewRows) return true;
+  // Nothing else may depend on the batch with fixed_split; masks and ragged batches were not
+  // measured.
+  if (params.fixed_split || present(params.mask) || present(params.cu_seqlens_q)) return false;
+  if (params.q_length > kMostQueries || rows > kMostRows) return false;
+  const int64_t processors = params.device.sm_count;
+  const int64_t turns = divide_up(params.batch * params.q_heads, processors);
+  const int64_t units = params.batch * params.kv_heads * divide_up(rows, shape_of(params).rows);
+  return params.kv_length >= 8 * params.q_length && 5 * units <= 7 * processors * turns;
 }
 
 }  // namespace
@@ -144,7 +170,7 @@ const char* refusal(const Params& params) {
   if (params.kv_length < kFewKeys) return "is for many keys";
   if (params.fixed_split && present(params.cu_seqlens_q))
     return "is chosen by the longest of ragged sequences, which fixed_split forbids";
-  if (params.q_length > 1 && (rows > 64 || params.q_length > 16)) return "is for few queries";
+  if (params.q_length > 1 && !few_queries(params, rows)) return "is for few queries";
   if (params.batch * params.kv_heads * divide_up(rows, 8) * 16 > kMaxCount)
     return "starts up to 2^31 blocks";
   if (!places_fit(params, params.k) || !places_fit(params, params.v))
@@ -174,11 +200,14 @@ int64_t workspace_bound(const Params& params) {
   }
   int64_t rows = 0;
   for (const Shape& shape : shapes)
-    rows = std::max(rows, int64_t{params.device.sm_count} * 2 * shape.rows);
+    rows = std::max(rows, int64_t{params.device.sm_count} * kMaxResident * shape.rows);
   return rows * (divide_up(params.value_dim, 4) * 4 + 2) * 4;
 }
 
-flashonnx_status launch(const Params& params, void* workspace, void* stream) {
+namespace {
+
+flashonnx_status launch_grid(const Params& params, bool after_append, void* workspace,
+                             void* stream) {
   const Shape shape = shape_of(params);
   const Split split = split_of(params, shape);
   const int64_t group = params.q_heads / params.kv_heads;
@@ -254,8 +283,7 @@ flashonnx_status launch(const Params& params, void* workspace, void* stream) {
   grid.shared_bytes =
       d.warps * shape.ring_bytes + (split.cluster > 1 ? shape.extra_bytes : shape.own_bytes);
   grid.shared_limit = params.device.shared_memory;
-  // Lengths in int32 are those that the append kernel wrote, which comes before and is small.
-  grid.room = params.key_lengths.dtype == FLASHONNX_INT32 && params.offset_from_lengths;
+  grid.room = after_append;
   // Where it takes long, there is nothing to win.
   constexpr int64_t kLongBytes = int64_t{512} << 20;
   const int64_t bytes =
@@ -266,6 +294,16 @@ flashonnx_status launch(const Params& params, void* workspace, void* stream) {
   FLASHONNX_RETURN_IF_ERROR(shape.launch(problem, d, grid, bfloat16, cuda_stream));
   if (split.partitions == 1) return ok();
   return launch_combine(problem, d, bfloat16, grid.overlap, cuda_stream);
+}
+
+}  // namespace
+
+flashonnx_status launch(const Params& params, void* workspace, void* stream) {
+  return launch_grid(params, false, workspace, stream);
+}
+
+flashonnx_status launch_after_append(const Params& params, void* workspace, void* stream) {
+  return launch_grid(params, true, workspace, stream);
 }
 
 }  // namespace flashonnx::decode

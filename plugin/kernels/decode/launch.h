@@ -14,7 +14,7 @@ struct Grid {
   int64_t shared_bytes;  // of a block
   int64_t shared_limit;  // of the device for a block
   bool overlap;          // may be launched while the kernel before it still runs
-  bool room;             // which leaves room for large blocks
+  bool room;             // which is a small one
 };
 
 flashonnx_status launch_64(const Problem& problem, const Decode& decode, const Grid& grid,

@@ -12,7 +12,8 @@ namespace flashonnx::sm80 {
 // What a kernel is compiled for: each has what those before it have.
 enum Instance {
   kPlain,     // no mask but bounds
-  kGeneral,   // masks and soft cap
+  kKeyMask,   // a mask that does not depend on the query
+  kGeneral,   // other masks and soft cap
   kGathered,  // ragged batches and pages
 };
 
@@ -37,12 +38,12 @@ struct Tiling {
 
   // Shared memory: Q, K, V, then a bias for each key of two tiles where there is a mask. Runs of
   // biases are read at the same time by the threads that share a row: 4 more floats put them in
-  // different banks.
+  // different banks. The first of these is a bound of the run's biases.
   static constexpr int kBiasRun = kRun + 4;
   static constexpr int kBiases = 4 * kBiasRun;
   static constexpr int kQueryBytes = kQueries * kDim * 2;
   static constexpr int kKeyBytes = kKeys * kDim * 2;
-  static constexpr int kSharedBytes = kQueryBytes + 2 * kKeyBytes + 2 * kBiases * 4;
+  static constexpr int kSharedBytes = kQueryBytes + 2 * kKeyBytes + 2 * kBiases * 4 + kRun * 4;
 
   // Of ragged batches and pages also: careful.cuh's flags, the slot of each key of two tiles (see
   // gather.cuh), and which queries the block has.

@@ -40,6 +40,12 @@ flashonnx_status launch_tiling(const Problem& p, const Plan& plan, bool bfloat16
     if constexpr (gathered_dim(C::kDim) == C::kDim) {
       if (p.ragged.queries || p.pages.table) return launch_kernel<T, C, kGathered>(p, plan, stream);
     }
+    if constexpr (C::kDim == 64) {
+      // The kernel also divides by the factor.
+      const bool divides = plan.factor > 1e-18f && plan.factor < 1e18f;
+      if (plan.mask_per_key && !plan.all_tiles && divides)
+        return launch_kernel<T, C, kKeyMask>(p, plan, stream);
+    }
     if (plan.all_tiles || plan.mask_per_key) return launch_kernel<T, C, kGeneral>(p, plan, stream);
     return launch_kernel<T, C, kPlain>(p, plan, stream);
   };

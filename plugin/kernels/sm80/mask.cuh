@@ -178,7 +178,8 @@ __device__ __forceinline__ void general_scores(const Problem& p, const Plan& pla
 template <class C>
 __device__ __forceinline__ void apply_bounds(const KeyRange& range, const Lane& lane,
                                              int first_query, int first_key, Scores<C>& scores) {
-  const int query = first_query + lane.warp * C::kWarpQueries + lane.row;
+  int query = first_query + lane.warp * C::kWarpQueries + lane.row;
+  asm volatile("" : "+r"(query));  // the rows' bounds are found anew: kept, they would be spilled
 #pragma unroll
   for (int r = 0; r < C::kRowTiles; ++r) {
 #pragma unroll

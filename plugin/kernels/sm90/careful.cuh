@@ -60,7 +60,8 @@ __device__ __forceinline__ void attend_row(const Problem& p, const Plan& plan, c
       bias = mask_bias(mask_bits(at, plan.mask_bytes), p.mask_dtype);
       if (bias == -INFINITY) continue;
     }
-    const Slot slot = p.pages.table ? slot_of(p.pages, work.batch, key) : Slot{0, key};
+    Slot slot = {0, key};
+    if (C::kGathered && p.pages.table) slot = slot_of(p.pages, work.batch, key);
     if (slot.page < 0) continue;
     float row[C::kDim / 32], score = 0.f;
     load_row<T, C>(k + slot.page * p.pages.k + slot.slot * p.k.row, p.head_dim, lane, row);
@@ -121,9 +122,14 @@ __device__ __forceinline__ void store_row(const Problem& p, const Work& work, in
 // All rows of the warp, everything that is written of them.
 template <class T, class C>
 __device__ __forceinline__ void attend_carefully(const Problem& p, const Plan& plan,
-                                                 const Item& item, int first_query, int lane) {
+                                                 const ItemOf<C>& item, int first_query, int lane) {
   const Work& work = item.work;
-  const Sequence sequence = sequence_of(p, work.batch);
+  Sequence sequence = {0, 0, p.q_length, 0, p.q_length};
+  if constexpr (C::kGathered) {
+    sequence = sequence_of(p, work.batch);
+  } else {
+    sequence.keys = key_length_of(p, work.batch);
+  }
   const KeyRange range = key_range(p, sequence.length, sequence.keys);
 #pragma unroll 1
   for (int query = first_query; query < min(first_query + 16, sequence.queries); ++query) {

@@ -1,5 +1,6 @@
-// Tile shapes, one per bucket of head dimensions: the larger of D and Dv is rounded up to one, and
-// the copy engine fills what is missing of either with zeros.
+// Tile shapes, one per bucket of head dimensions: the larger of D and Dv is rounded up to one (but
+// D up to 192 with Dv up to 128 has its own), and the copy engine fills what is missing of either
+// with zeros.
 //
 // A block has one producer warpgroup and kGroups consumer warpgroups of 64 queries each, which
 // share the tiles of K and V. It stays on its multiprocessor and takes one tile of queries after
@@ -11,9 +12,10 @@
 namespace flashonnx::sm90 {
 
 template <int kDim_, int kGroups_, int kKeys_, int kStages_, int kQueryStages_, bool kTurns_,
-          bool kMasks_ = false>
+          bool kMasks_ = false, int kValueDim_ = kDim_>
 struct Tiling {
-  static constexpr int kDim = kDim_;
+  static constexpr int kDim = kDim_;            // of Q and K
+  static constexpr int kValueDim = kValueDim_;  // of V and the output
   static constexpr int kGroups = kGroups_;
   static constexpr int kQueries = 64 * kGroups;
   static constexpr int kThreads = 128 * (kGroups + 1);
@@ -27,6 +29,7 @@ struct Tiling {
   // The general kernel: soft cap, and masks that depend on the query, which come with K. Scores
   // are in powers of 4 there (softmax.cuh).
   static constexpr bool kGeneral = kMasks_;
+  static constexpr bool kGathered = false;
 
   // Registers of a thread: 65536 for all. Softmax and output live in the consumers'.
   static constexpr int kProducerRegisters = kGroups == 2 ? 40 : 32;
@@ -34,12 +37,15 @@ struct Tiling {
   static_assert(128 * (kProducerRegisters + kGroups * kConsumerRegisters) <= 65536);
 
   // A swizzled box of the copy engine has rows of 128 bytes, or of 64 where the head dimension asks
-  // for it; a tile is kDim / kBox boxes side by side.
+  // for it; a tile is kDim / kBox boxes side by side, of V kValueDim / kBox.
   static constexpr int kBox = kDim % 64 == 0 ? 64 : 32;
   static constexpr int kBoxes = kDim / kBox;
-  static constexpr int kBoxRow = kBox * 2;  // bytes
+  static constexpr int kValueBoxes = kValueDim / kBox;
+  static_assert(kValueDim % kBox == 0 && kValueDim <= kDim);  // the output goes to Q's place
+  static constexpr int kBoxRow = kBox * 2;                    // bytes
   static constexpr int kQueryBytes = kQueries * kDim * 2;
   static constexpr int kKeyBytes = kKeys * kDim * 2;
+  static constexpr int kValueBytes = kKeys * kValueDim * 2;
   static constexpr int kMaskBytes = kMasks_ ? kQueries * kKeys * 2 : 0;
   static_assert(!kMasks_ || kKeys % 64 == 0);
   static_assert(kKeys % 16 == 0 && kKeys * kBoxRow % 1024 == 0 && kQueries <= 256);
@@ -52,35 +58,44 @@ struct Tiling {
   static constexpr bool kHoldsQueries = kDim == 128 && !kMasks_;
 
   static constexpr int kScores = kKeys / 2;  // of a thread
-  static constexpr int kOutputs = kDim / 2 + (kOnes ? 4 : 0);
+  static constexpr int kOutputs = kValueDim / 2 + (kOnes ? 4 : 0);
 
   // Shared memory: the stages of Q, K and V, of a mask, a bias per key of each stage, barriers,
   // what is to be done with each stage of Q.
-  static constexpr int kMaskAt = kQueryStages * kQueryBytes + 2 * kStages * kKeyBytes;
+  static constexpr int kMaskAt = kQueryStages * kQueryBytes + kStages * (kKeyBytes + kValueBytes);
   static constexpr int kOnesAt = kMaskAt + kStages * kMaskBytes;
   static constexpr int kBiasAt = kOnesAt + (kOnes ? 16 * kBoxRow : 0);
   static constexpr int kBarriersAt = kBiasAt + kStages * kKeys * 4;
   static constexpr int kBarriers = 2 * kQueryStages + 4 * kStages;
   static constexpr int kItemsAt = kBarriersAt + (kBarriers * 8 + kStages * 4 + 15) / 16 * 16;
-  static constexpr int kDrawnAt = kItemsAt + kQueryStages * 48;  // see gathered.cuh
-  static constexpr int kSharedBytes = kDrawnAt + 64 + 3 * 8;
+  static constexpr int kSharedBytes = kItemsAt + kQueryStages * 48;
   // Dynamic shared memory need not begin at a multiple of what swizzling asks for.
   static constexpr int kAlignment = 1024;
   static_assert(kSharedBytes + kAlignment <= 227 * 1024);
 };
 
 //                      dim  groups  keys  stages of K, V; Q  turns     queries  shared memory
-using Tiling64 = Tiling<64, 3, 128, 4, 3, true>;     //               192      203 KB
-using Short64 = Tiling<64, 2, 128, 4, 3, true>;      //               128      179 KB
-using Tiling96 = Tiling<96, 2, 128, 3, 2, true>;     //               128      193 KB
-using Tiling128 = Tiling<128, 2, 128, 2, 3, false>;  //               128      225 KB
-using Tiling192 = Tiling<192, 2, 96, 2, 1, false>;   //               128      193 KB
-using Tiling256 = Tiling<256, 2, 80, 2, 1, true>;    //               128      225 KB
+using Tiling64 = Tiling<64, 3, 128, 4, 3, true>;                    //               192      203 KB
+using Short64 = Tiling<64, 2, 128, 4, 3, true>;                     //               128      179 KB
+using Tiling96 = Tiling<96, 2, 128, 3, 2, true>;                    //               128      193 KB
+using Tiling128 = Tiling<128, 2, 128, 2, 3, false>;                 //               128      225 KB
+using Tiling192 = Tiling<192, 2, 96, 2, 1, false>;                  //               128      193 KB
+using Tiling192x128 = Tiling<192, 2, 128, 2, 1, true, false, 128>;  // 128    209 KB
+using Tiling256 = Tiling<256, 2, 80, 2, 1, true>;                   //               128      225 KB
 // The general kernel's, with room for masks.
 using General64 = Tiling<64, 3, 128, 2, 2, true, true>;    //        192      209 KB
 using General96 = Tiling<96, 2, 128, 2, 2, true, true>;    //        128      209 KB
 using General128 = Tiling<128, 2, 128, 2, 1, true, true>;  //        128      225 KB
 using General192 = Tiling<192, 2, 64, 2, 1, false, true>;  //        128      177 KB
 using General256 = Tiling<256, 2, 64, 2, 1, false, true>;  //        128      225 KB
+
+// A tiling for ragged batches and pages, which have kernels of their own: dense ones pay nothing.
+template <class C>
+struct Gathered : C {
+  static constexpr bool kGathered = true;
+  static constexpr int kDrawnAt = C::kSharedBytes;  // a tile that was drawn, and barriers
+  static constexpr int kSharedBytes = kDrawnAt + 64 + 3 * 8;
+  static_assert(kSharedBytes + C::kAlignment <= 227 * 1024);
+};
 
 }  // namespace flashonnx::sm90

@@ -12,6 +12,8 @@ namespace flashonnx::sm90 {
 
 template <class T, class C>
 class Consumer {
+  using Item = ItemOf<C>;
+
  public:
   __device__ __forceinline__ Consumer(const Problem& p, const Plan& plan, const CUtensorMap& o_map,
                                       const Shared<C>& shared)
@@ -94,9 +96,10 @@ class Consumer {
   __device__ __forceinline__ void skip_keys() {
     const Span& span = item().span;
     const int first_query = item().work.first_query + lane_.group * 64;
-    const int end = span.range.upper(min(first_query + 63, item().queries - 1));
-    const bool skips = span.last_tile > span.first_tile &&
-                       (end <= span.last_tile * C::kKeys || first_query >= item().queries);
+    const int end = span.range.upper(min(first_query + 63, queries_of<C>(p_, item()) - 1));
+    const bool skips =
+        span.last_tile > span.first_tile &&
+        (end <= span.last_tile * C::kKeys || first_query >= queries_of<C>(p_, item()));
     last_tile_ = span.last_tile - skips;
     if (!skips) return;
     barrier_wait(shared_.k_full(keys_.stage), keys_.round);
@@ -132,7 +135,7 @@ class Consumer {
         continue;
       }
       tile -= plain;
-      if (!C::kGeneral && item().biased) {
+      if (!C::kGeneral && may_be_biased()) {
         for (int i = 0; i < plain; ++i) step<Look::kBiases>(0, scores, p, output, state);
       } else {
         for (int i = 0; i < plain; ++i) step<Look::kNone>(0, scores, p, output, state);
@@ -146,7 +149,7 @@ class Consumer {
   __device__ __forceinline__ int plain_tiles(int tile) const {
     const Span& span = item().span;
     const int first_query = item().work.first_query + lane_.group * 64;
-    const int last_query = min(first_query + 63, item().queries - 1);
+    const int last_query = min(first_query + 63, queries_of<C>(p_, item()) - 1);
     const int begin = (span.range.lower(last_query) + C::kKeys - 1) / C::kKeys;
     const int end =
         min(span.range.upper(first_query) / C::kKeys, last_tile_ - (ends_early(span) ? 1 : 0));
@@ -212,7 +215,8 @@ class Consumer {
   __device__ __forceinline__ void finish_item(const Item& item, int stage,
                                               const float (&output)[C::kOutputs],
                                               const RowState& state) {
-    const bool may_be_masked = p_.mask.data || p_.left >= 0 || p_.right >= 0 || p_.pages.table;
+    bool may_be_masked = p_.mask.data || p_.left >= 0 || p_.right >= 0;
+    if (C::kGathered && p_.pages.table) may_be_masked = true;
     bool careful = !C::kGeneral && overflowed(state);
     if (may_be_masked) careful |= holds_nan<C>(output);
     bool leaving = false;
@@ -257,8 +261,7 @@ class Consumer {
     if constexpr (C::kGeneral) {
       generalise(scores);
       factor = 1.f;
-    } else if (kLook != Look::kNone && plan_.mask_per_key &&
-               (kLook == Look::kBiases || item().biased) && *shared_.biased(keys_.stage)) {
+    } else if (kLook != Look::kNone && may_be_biased() && *shared_.biased(keys_.stage)) {
       add_key_biases<C>(lane_, factor, 1.f, shared_.biases(keys_.stage), scores);
       factor = 1.f;
     }
@@ -268,7 +271,7 @@ class Consumer {
       const int first_key = tile * C::kKeys;
       const Item& at = item();
       const int first_query = at.work.first_query + lane_.group * 64;
-      const int last_query = min(first_query + 63, at.queries - 1);
+      const int last_query = min(first_query + 63, queries_of<C>(p_, at) - 1);
       if (first_key < at.span.range.lower(last_query) ||
           first_key + C::kKeys > at.span.range.upper(first_query)) {
         apply_bounds<C>(at.span.range, lane_, at.work.first_query, first_key, scores);
@@ -309,9 +312,19 @@ class Consumer {
     }
   }
 
-  // Whether V has rows past the batch entry's length, as the next sequence's.
+  // Whether V has rows past the batch entry's length, be they the next one's.
   __device__ __forceinline__ bool ends_early(const Span& span) const {
-    return span.range.limit < p_.key_length || p_.ragged.keys;
+    if (C::kGathered && p_.ragged.keys) return true;
+    return span.range.limit < p_.key_length;
+  }
+
+  // Whether the item's keys may have biases.
+  __device__ __forceinline__ bool may_be_biased() const {
+    if constexpr (C::kGathered) {
+      return item().biased;
+    } else {
+      return plan_.mask_per_key;
+    }
   }
 
   // Rows of V between the batch entry's length and the tensor's end may hold anything: zeros
@@ -324,7 +337,7 @@ class Consumer {
     for (int row = limit + threadIdx.x % 128 / (C::kBoxRow / 16); row < C::kKeys;
          row += 128 / (C::kBoxRow / 16)) {
 #pragma unroll
-      for (int box = 0; box < C::kBoxes; ++box) {
+      for (int box = 0; box < C::kValueBoxes; ++box) {
         const uint32_t to = at + (box * C::kKeys + row) * C::kBoxRow;
         asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
       }

@@ -21,21 +21,24 @@ __device__ __forceinline__ void transpose_in_quad(int quad, uint32_t (&x)[4]) {
 }
 
 // Of a query's row of the output, in elements.
-__device__ __forceinline__ int64_t place_of_row(const Problem& p, const Item& item, int query) {
-  return item.work.batch * p.o.batch + item.work.head * p.o.head + (item.token + query) * p.o.row;
+template <class C>
+__device__ __forceinline__ int64_t place_of_row(const Problem& p, const ItemOf<C>& item,
+                                                int query) {
+  return item.work.batch * p.o.batch + item.work.head * p.o.head +
+         (token_of<C>(item) + query) * p.o.row;
 }
 
 // A row's features go out by 16 bytes a thread, 64 of a quad: whole sectors.
 template <class T, class C>
-__device__ __forceinline__ void store_vectors(const Problem& p, const Lane& lane, const Item& item,
-                                              const float (&scale)[2],
+__device__ __forceinline__ void store_vectors(const Problem& p, const Lane& lane,
+                                              const ItemOf<C>& item, const float (&scale)[2],
                                               const float (&output)[C::kOutputs]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int query = item.work.first_query + lane.first_row() + 8 * h;
-    T* const row = static_cast<T*>(p.o.data) + place_of_row(p, item, query);
+    T* const row = static_cast<T*>(p.o.data) + place_of_row<C>(p, item, query);
 #pragma unroll
-    for (int n = 0; n < C::kDim / 8; n += 4) {
+    for (int n = 0; n < C::kValueDim / 8; n += 4) {
       uint32_t x[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -44,7 +47,7 @@ __device__ __forceinline__ void store_vectors(const Problem& p, const Lane& lane
       }
       transpose_in_quad(lane.quad, x);
       const int feature = 8 * (n + lane.quad);
-      if (query < item.queries && feature < p.value_dim)
+      if (query < queries_of<C>(p, item) && feature < p.value_dim)
         *reinterpret_cast<uint4*>(row + feature) = {x[0], x[1], x[2], x[3]};
     }
   }
@@ -58,7 +61,7 @@ __device__ __forceinline__ void stage_rows(const Lane& lane, uint32_t rows, cons
   const int row = lane.lane % 16, half = lane.lane / 16;  // of what this lane addresses
   const int swizzle = C::kBoxRow == 128 ? row % 8 : row / 2 % 4;
 #pragma unroll
-  for (int n = 0; n < C::kDim / 8; n += 2) {
+  for (int n = 0; n < C::kValueDim / 8; n += 2) {
     const uint32_t x[4] = {pack<T>(output[4 * n] * scale[0], output[4 * n + 1] * scale[0]),
                            pack<T>(output[4 * n + 2] * scale[1], output[4 * n + 3] * scale[1]),
                            pack<T>(output[4 * n + 4] * scale[0], output[4 * n + 5] * scale[0]),
@@ -76,7 +79,7 @@ __device__ __forceinline__ void stage_rows(const Lane& lane, uint32_t rows, cons
 template <class T, class C>
 __device__ __forceinline__ void store_staged_rows(const Problem& p, const Lane& lane,
                                                   uint32_t staged, int64_t place, int rows) {
-  constexpr int kChunks = C::kBoxRow / 16, kRowChunks = C::kDim / 8;
+  constexpr int kChunks = C::kBoxRow / 16, kRowChunks = C::kValueDim / 8;
 #pragma unroll 1
   for (int i = lane.lane; i < rows * kRowChunks; i += 32) {
     const int row = i / kRowChunks, chunk = i % kRowChunks;
@@ -93,16 +96,16 @@ __device__ __forceinline__ void store_staged_rows(const Problem& p, const Lane& 
 }
 
 template <class C>
-__device__ __forceinline__ void store_elements(const Problem& p, const Lane& lane, const Item& item,
-                                               const float (&scale)[2],
+__device__ __forceinline__ void store_elements(const Problem& p, const Lane& lane,
+                                               const ItemOf<C>& item, const float (&scale)[2],
                                                const float (&output)[C::kOutputs]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int query = item.work.first_query + lane.first_row() + 8 * h;
-    if (query >= item.queries) continue;
-    const int64_t row = place_of_row(p, item, query);
+    if (query >= queries_of<C>(p, item)) continue;
+    const int64_t row = place_of_row<C>(p, item, query);
 #pragma unroll
-    for (int n = 0; n < C::kDim / 8; ++n) {
+    for (int n = 0; n < C::kValueDim / 8; ++n) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int feature = 8 * n + 2 * lane.quad + e;
@@ -131,7 +134,7 @@ __device__ __forceinline__ void store_means(const Problem& p, const Work& work, 
 // whether the copy engine is reading from there.
 template <class T, class C>
 __device__ __forceinline__ bool finish(const Problem& p, const Plan& plan, const CUtensorMap& map,
-                                       const Lane& lane, const Item& item, uint32_t rows,
+                                       const Lane& lane, const ItemOf<C>& item, uint32_t rows,
                                        const RowState& state, const float (&output)[C::kOutputs]) {
   const Work& work = item.work;
   uint32_t empty[2];
@@ -140,10 +143,10 @@ __device__ __forceinline__ bool finish(const Problem& p, const Plan& plan, const
   for (int h = 0; h < 2; ++h) {
     const int query = work.first_query + lane.first_row() + 8 * h;
     const float summed = !C::kOnes || p.lse.data ? quad_sum(state.sum[h]) : 0.f;
-    const float sum = C::kOnes ? output[C::kDim / 2 + 2 * h] : summed;
+    const float sum = C::kOnes ? output[C::kValueDim / 2 + 2 * h] : summed;
     scale[h] = normaliser(p, work.head, state.maximum[h], sum);
-    if (lane.quad == 0 && query < item.queries)
-      store_lse(p, work, item.token + query, natural_lse(p, state.maximum[h], summed));
+    if (lane.quad == 0 && query < queries_of<C>(p, item))
+      store_lse(p, work, token_of<C>(item) + query, natural_lse(p, state.maximum[h], summed));
     empty[h] = __ballot_sync(0xffffffffu, sum == 0.f);
   }
   const bool means = p.empty_row_mean && (empty[0] | empty[1]) != 0;
@@ -153,16 +156,21 @@ __device__ __forceinline__ bool finish(const Problem& p, const Plan& plan, const
       return false;
     }
     stage_rows<T, C>(lane, rows, scale, output);
-    const int first = work.first_query + lane.group * 64 + lane.warp * 16;
-    if (p.ragged.queries && first + 16 > item.queries) {
-      store_staged_rows<T, C>(p, lane, rows, place_of_row(p, item, first), item.queries - first);
-      return false;
+    if constexpr (C::kGathered) {
+      const int first = work.first_query + lane.group * 64 + lane.warp * 16;
+      if (p.ragged.queries && first + 16 > item.queries) {
+        store_staged_rows<T, C>(p, lane, rows, place_of_row<C>(p, item, first),
+                                item.queries - first);
+        return false;
+      }
     }
     if (lane.lane == 0) {
+      const int first = token_of<C>(item) + work.first_query + lane.group * 64 + lane.warp * 16;
+      const int batch = C::kGathered && p.ragged.queries ? 0 : work.batch;
 #pragma unroll
-      for (int box = 0; box < C::kBoxes; ++box) {
-        store_box(&map, rows + box * C::kQueries * C::kBoxRow, box * C::kBox, item.token + first,
-                  work.head, p.ragged.queries ? 0 : work.batch);
+      for (int box = 0; box < C::kValueBoxes; ++box) {
+        store_box(&map, rows + box * C::kQueries * C::kBoxRow, box * C::kBox, first, work.head,
+                  batch);
       }
       commit_stores();
     }

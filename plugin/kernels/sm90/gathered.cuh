@@ -4,8 +4,8 @@
 // before the launch, counts those that were taken. Which block has a tile changes nothing in it.
 #pragma once
 
+#include "kernels/sm90/consumer.cuh"
 #include "kernels/sm90/gathering.h"
-#include "kernels/sm90/producer.cuh"
 
 namespace flashonnx::sm90 {
 
@@ -105,6 +105,58 @@ __device__ __forceinline__ bool misses_pages(const Pages& pages, int64_t batch, 
   return __any_sync(0xffffffffu, missing);
 }
 
+// What the producer's warps tell each other: the tile that was drawn last.
+struct alignas(16) Drawn {
+  GatheredItem item;
+  int32_t outer;      // batch entry of K and V, of which there is one if they are ragged
+  int32_t first_key;  // row of its first key
+};
+
+template <class C>
+struct DrawnPlace {
+  const Shared<C>& shared;
+
+  __device__ __forceinline__ Drawn& drawn() const {
+    static_assert(sizeof(Drawn) == 64);
+    return *reinterpret_cast<Drawn*>(shared.memory + C::kDrawnAt);
+  }
+  // There is one; it was taken, for its keys and for its values.
+  __device__ __forceinline__ uint32_t full() const { return shared.base + C::kDrawnAt + 64; }
+  __device__ __forceinline__ uint32_t free() const { return full() + 8; }
+  // Queries have landed that consumers do not hear of yet.
+  __device__ __forceinline__ uint32_t landed() const { return full() + 16; }
+
+  __device__ __forceinline__ void init_barriers() const {
+    barrier_init(full(), 1), barrier_init(free(), 2), barrier_init(landed(), 1);
+    fence_barrier_init();
+  }
+};
+
+template <class C>
+__device__ __forceinline__ Span span_of(const Problem& p, const Work& work,
+                                        const Sequence& sequence) {
+  Span span;
+  span.range = key_range(p, sequence.length, sequence.keys);
+  const int begin = span.range.lower(work.first_query);
+  const int end = span.range.upper(min(work.first_query + C::kQueries, sequence.queries) - 1);
+  span.first_tile = begin / C::kKeys;
+  span.last_tile = begin < end ? (end - 1) / C::kKeys : span.first_tile - 1;
+  return span;
+}
+
+// Queries [work.first_query, end), which see no key, by one warp.
+template <class T, class C>
+__device__ __forceinline__ void store_empty_rows(const Problem& p, const Work& work, int token,
+                                                 int end) {
+  const int lane = threadIdx.x % 32;
+  const float zeros[C::kDim / 32] = {};
+#pragma unroll 1
+  for (int query = work.first_query; query < end; ++query) {
+    store_row<C>(p, work, token + query, lane, 1.f, zeros);
+    if (lane == 0) store_lse(p, work, token + query, -INFINITY);
+  }
+}
+
 // By a warp of its own, so that nothing waits for it: draws the next tile while the producer is at
 // the one before, not sooner, as another block may be done by then. The rows of tiles that see no
 // key are stored here.
@@ -112,10 +164,11 @@ template <class T, class C>
 __device__ __forceinline__ void draw_tiles(const Problem& p, const Plan& plan,
                                            const Gathering& gathering, const Shared<C>& shared) {
   const int lane = threadIdx.x % 32;
+  const DrawnPlace<C> place = {shared};
   const auto hand_over = [&](const Drawn& drawn) {
     if (lane != 0) return;
-    *shared.drawn() = drawn;
-    barrier_arrive(shared.drawn_full());
+    place.drawn() = drawn;
+    barrier_arrive(place.full());
   };
   const Draw<C> draw(p, gathering);
   Work work;
@@ -137,7 +190,7 @@ __device__ __forceinline__ void draw_tiles(const Problem& p, const Plan& plan,
       hand_over({{work, span, sequence.queries, sequence.first_query, missing},
                  p.ragged.keys ? 0 : work.batch,
                  sequence.first_key});
-      barrier_wait(shared.drawn_free(), round);
+      barrier_wait(place.free(), round);
       round ^= 1;
     }
     if (lane == 0) number = gridDim.x + atomicAdd(gathering.drawn, 1u);
@@ -159,9 +212,9 @@ class Gatherer {
 
   // Waits for the next tile of queries; false if there is none.
   __device__ __forceinline__ bool next() {
-    barrier_wait(shared_.drawn_full(), round_);
+    barrier_wait(place().full(), round_);
     round_ ^= 1;
-    const Drawn& drawn = *shared_.drawn();
+    const Drawn& drawn = place().drawn();
     batch_ = drawn.item.work.batch;
     head_ = drawn.item.work.kv_head;
     limit_ = drawn.item.span.range.limit;
@@ -178,7 +231,7 @@ class Gatherer {
   // The next drawn tile may be written.
   __device__ __forceinline__ void release() const {
     __syncwarp();
-    if (lane() == 0) barrier_arrive(shared_.drawn_free());
+    if (lane() == 0) barrier_arrive(place().free());
   }
 
   // Copies the tile of keys at hand, and goes on to the next; false if there is none.
@@ -200,6 +253,7 @@ class Gatherer {
   __device__ __forceinline__ uint32_t missing() const { return missing_; }
 
  private:
+  __device__ __forceinline__ DrawnPlace<C> place() const { return {shared_}; }
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
   __device__ __forceinline__ int box_row() const { return lane() * gathering_.rows.divisor; }
   __device__ __forceinline__ int key() const { return tile_ * C::kKeys + box_row(); }
@@ -259,7 +313,7 @@ template <class C>
 __device__ __forceinline__ void store_biases(const Gathering& gathering, const Shared<C>& shared,
                                              int stage, uint32_t missing) {
   const int lane = threadIdx.x % 32;
-  if (C::kGeneral || missing != 0) {
+  if (missing != 0) {
 #pragma unroll 1  // rare, and registers are few
     for (int key = lane; key < C::kKeys; key += 32) {
       const bool gone = missing >> gathering.rows.quotient(key) & 1;
@@ -274,13 +328,14 @@ __device__ __forceinline__ void store_biases(const Gathering& gathering, const S
 // before consumers see them, so that they change nothing.
 template <class C>
 __device__ __forceinline__ void copy_last_queries(const Maps& maps, const Shared<C>& shared,
-                                                  const Item& item, int stage, uint32_t round) {
+                                                  const GatheredItem& item, int stage,
+                                                  uint32_t round) {
   const int lane = threadIdx.x % 32;
   if (lane == 0) {
-    copy_tile<C, C::kQueries>(shared.q(stage), &maps.q, shared.landed(),
-                              item.token + item.work.first_query, item.work.head, 0);
+    copy_tile<C, C::kQueries, C::kBoxes>(shared.q(stage), &maps.q, DrawnPlace<C>{shared}.landed(),
+                                         item.token + item.work.first_query, item.work.head, 0);
   }
-  barrier_wait(shared.landed(), round);
+  barrier_wait(DrawnPlace<C>{shared}.landed(), round);
   constexpr int kChunks = C::kBoxRow / 16;
   const int end = item.queries - item.work.first_query;
 #pragma unroll 1
@@ -311,22 +366,22 @@ __device__ __forceinline__ void produce_keys(const Problem& p, const Gathering& 
     bool first = true, more = true;
     while (more) {
       barrier_wait(shared.k_free(ring.stage), ring.round ^ 1);
-      if (p.pages.table && (C::kGeneral || keys.biased()))
-        store_biases<C>(gathering, shared, ring.stage, keys.missing());
+      if (keys.biased()) store_biases<C>(gathering, shared, ring.stage, keys.missing());
       more = keys.copy(shared.k(ring.stage), shared.k_full(ring.stage));
       ring.advance();
       if (!first) continue;
       first = false;
       barrier_wait(shared.q_free(queries.stage), queries.round ^ 1);
-      const Item& item = shared.drawn()->item;
+      const GatheredItem& item = DrawnPlace<C>{shared}.drawn().item;
       if (lane == 0) *shared.item(queries.stage) = item;
       if (p.ragged.queries && item.work.first_query + C::kQueries > item.queries) {
         copy_last_queries<C>(maps, shared, item, queries.stage, landed);
         landed ^= 1;
       } else if (lane == 0) {
-        copy_tile<C, C::kQueries>(shared.q(queries.stage), &maps.q, shared.q_full(queries.stage),
-                                  item.token + item.work.first_query, item.work.head,
-                                  p.ragged.queries ? 0 : item.work.batch);
+        copy_tile<C, C::kQueries, C::kBoxes>(shared.q(queries.stage), &maps.q,
+                                             shared.q_full(queries.stage),
+                                             item.token + item.work.first_query, item.work.head,
+                                             p.ragged.queries ? 0 : item.work.batch);
       }
       keys.release();
       queries.advance();
@@ -336,6 +391,31 @@ __device__ __forceinline__ void produce_keys(const Problem& p, const Gathering& 
   if (lane == 0) {
     shared.item(queries.stage)->work.batch = -1;
     barrier_arrive(shared.q_full(queries.stage));
+  }
+}
+
+template <class T, class C>
+__global__ void __launch_bounds__(C::kThreads, 1)
+    gathered_attention(const __grid_constant__ Problem p, const __grid_constant__ Plan plan,
+                       const __grid_constant__ Gathering gathering,
+                       const __grid_constant__ Maps maps) {
+  static_assert(C::kGathered && C::kValueDim == C::kDim && !C::kGeneral);
+  extern __shared__ unsigned char memory[];
+  const Shared<C> shared(memory);
+  if (threadIdx.x == 0) {
+    shared.init_barriers(false);
+    DrawnPlace<C>{shared}.init_barriers();
+  }
+  if constexpr (C::kOnes) shared.fill_ones(pack<T>(1.f, 1.f));
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    give_registers<C::kProducerRegisters>();
+    if (threadIdx.x / 32 == 0) produce_keys<C>(p, gathering, maps, shared);
+    if (threadIdx.x / 32 == 1) produce_values<C>(p, gathering, maps, shared);
+    if (threadIdx.x / 32 == 2) draw_tiles<T, C>(p, plan, gathering, shared);
+  } else {
+    take_registers<C::kConsumerRegisters>();
+    Consumer<T, C>(p, plan, maps.o, shared).run();
   }
 }
 

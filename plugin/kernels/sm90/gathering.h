@@ -6,14 +6,14 @@
 namespace flashonnx::sm90 {
 
 struct Gathering {
-  uint32_t* drawn;    // tiles of queries, 0 before the launch; null: nothing is gathered
+  uint32_t* drawn;    // tiles of queries, 0 before the launch
   int32_t sequences;  // of the batch
   int32_t part;       // of them, for each lane of a warp
   Divider section;    // heads that are taken together
   Divider rows;       // of K and V, in a box of the copy engine
 };
 
-// With `keys` in a tile, and what kernels are told otherwise then; nothing of a dense problem.
+// With `keys` in a tile, and what the kernel is told otherwise then.
 Gathering gathering_of(const Params& params, int keys, Problem* p, Plan* plan);
 
 }  // namespace flashonnx::sm90

@@ -13,15 +13,21 @@ namespace {
 
 bool is_present(const flashonnx_tensor& tensor) { return tensor.dtype != FLASHONNX_NONE; }
 
+bool is_gathered(const Params& params) {
+  return is_present(params.cu_seqlens_q) || is_present(params.block_table);
+}
+
 }  // namespace
 
 const char* refusal(const Params& params) {
   const Rows q_rows = query_rows(params), k_rows = key_rows(params);
-  if (!strides_fit(params.q, q_rows, params.q_heads) ||
-      !strides_fit(params.k, k_rows, params.kv_heads) ||
-      !strides_fit(params.v, k_rows, params.kv_heads)) {
+  if (!strides_fit(params.q, q_rows.batch, params.q_heads, q_rows.rows) ||
+      !strides_fit(params.k, k_rows.batch, params.kv_heads, k_rows.rows) ||
+      !strides_fit(params.v, k_rows.batch, params.kv_heads, k_rows.rows)) {
     return "reads rows, heads and batch entries at multiples of 16 bytes";
   }
+  if (is_gathered(params) && (params.softcap > 0 || !(params.scale > 0)))
+    return "caps no scores of ragged batches and pages";
   if (is_present(params.block_table)) {
     if (params.page_size % 8 != 0) return "does pages of a multiple of 8 slots";
     if (is_present(params.mask)) return "takes no mask with pages";
@@ -44,7 +50,6 @@ const char* refusal(const Params& params) {
 Gathering gathering_of(const Params& params, int keys, Problem* p, Plan* plan) {
   const bool ragged = is_present(params.cu_seqlens_q), paged = is_present(params.block_table);
   Gathering gathering = {};
-  if (!ragged && !paged) return gathering;
   // A zero stands behind the first numbers of the workspace: see resolve.h.
   const flashonnx_tensor& numbers = ragged ? params.cu_seqlens_q : params.key_lengths;
   gathering.drawn = static_cast<uint32_t*>(numbers.data) + params.batch + (ragged ? 1 : 0);
@@ -81,6 +86,11 @@ flashonnx_status launch(const Params& params, void* workspace, void* stream) {
     return sm80::launch(params, workspace, stream);
   const int64_t dim = std::max(params.head_dim, params.value_dim);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (is_gathered(params)) {
+    if (dim <= 64) return launch_gathered_64(params, cuda_stream);
+    if (dim <= 128) return launch_gathered_128(params, cuda_stream);
+    return launch_gathered_256(params, cuda_stream);
+  }
   if (dim <= 64) return launch_64(params, cuda_stream);
   if (dim <= 96) return launch_96(params, cuda_stream);
   if (dim <= 128) return launch_128(params, cuda_stream);

@@ -14,12 +14,12 @@ struct Maps {
 };
 
 // Copies a tile of kRows rows, box by box.
-template <class C, int kRows>
+template <class C, int kRows, int kBoxes>
 __device__ __forceinline__ void copy_tile(uint32_t shared, const CUtensorMap* map, uint32_t barrier,
                                           int row, int head, int batch) {
-  barrier_arrive_expecting(barrier, kRows * C::kDim * 2);
+  barrier_arrive_expecting(barrier, kRows * kBoxes * C::kBoxRow);
 #pragma unroll
-  for (int box = 0; box < C::kBoxes; ++box) {
+  for (int box = 0; box < kBoxes; ++box) {
     copy_box(shared + box * kRows * C::kBoxRow, map, barrier, box * C::kBox, row, head, batch);
   }
 }
@@ -51,18 +51,19 @@ __device__ __forceinline__ void produce(const Problem& p, const Plan& plan,
   const auto copy_due_values = [&] {
     if (values_tile < 0) return;
     barrier_wait(shared.v_free(values.stage), values.round ^ 1);
-    copy_tile<C, C::kKeys>(shared.v(values.stage), &maps.v, shared.v_full(values.stage),
-                           values_tile * C::kKeys, values_of.kv_head, values_of.batch);
+    copy_tile<C, C::kKeys, C::kValueBoxes>(shared.v(values.stage), &maps.v,
+                                           shared.v_full(values.stage), values_tile * C::kKeys,
+                                           values_of.kv_head, values_of.batch);
     values.advance();
     values_tile = -1;
   };
   const auto hand_out = [&](const Work& work, const Span& span) {
     barrier_wait(shared.q_free(queries.stage), queries.round ^ 1);
-    *shared.item(queries.stage) = {work, span, p.q_length, 0, plan.mask_per_key};
+    *shared.item(queries.stage) = {work, span};
     const uint32_t full = shared.q_full(queries.stage);
     if (work.batch >= 0) {
-      copy_tile<C, C::kQueries>(shared.q(queries.stage), &maps.q, full, work.first_query, work.head,
-                                work.batch);
+      copy_tile<C, C::kQueries, C::kBoxes>(shared.q(queries.stage), &maps.q, full, work.first_query,
+                                           work.head, work.batch);
     } else {
       barrier_arrive(full);
     }
@@ -83,8 +84,8 @@ __device__ __forceinline__ void produce(const Problem& p, const Plan& plan,
                        work, tile * C::kKeys);
         }
       }
-      copy_tile<C, C::kKeys>(shared.k(keys.stage), &maps.k, shared.k_full(keys.stage),
-                             tile * C::kKeys, work.kv_head, work.batch);
+      copy_tile<C, C::kKeys, C::kBoxes>(shared.k(keys.stage), &maps.k, shared.k_full(keys.stage),
+                                        tile * C::kKeys, work.kv_head, work.batch);
       keys.advance();
       if (tile == span.last_tile) hand_out(work, span);
       copy_due_values();
@@ -137,30 +138,24 @@ __device__ __forceinline__ void produce_biases(const Problem& p, const Plan& pla
   }
 }
 
-// Queries [work.first_query, end), which see no key, by one warp.
-template <class T, class C>
-__device__ __forceinline__ void store_empty_rows(const Problem& p, const Work& work, int token,
-                                                 int end) {
-  const int lane = threadIdx.x % 32;
-  float output[C::kDim / 32] = {};
-  if (p.empty_row_mean) mean_of_values<T, C>(p, work, lane, output);
-#pragma unroll 1
-  for (int query = work.first_query; query < end; ++query) {
-    store_row<C>(p, work, token + query, lane, 1.f, output);
-    if (lane == 0) store_lse(p, work, token + query, -INFINITY);
-  }
-}
-
 // The rows of tiles that see no key, by one warp. Consumers do not hear of them: such tiles would
 // take the places of queries while others wait for these.
 template <class T, class C>
 __device__ __forceinline__ void store_empty_tiles(const Problem& p, const Schedule& schedule) {
+  const int lane = threadIdx.x % 32;
   for (int turn = 0; turn < schedule.turns; ++turn) {
     Work work;
     if (!schedule.work(turn, blockIdx.x, gridDim.x, C::kQueries, &work)) continue;
     const Span span = span_of<C>(p, work);
     if (span.first_tile <= span.last_tile) continue;
-    store_empty_rows<T, C>(p, work, 0, min(work.first_query + C::kQueries, p.q_length));
+    float output[C::kDim / 32] = {};
+    if (p.empty_row_mean) mean_of_values<T, C>(p, work, lane, output);
+    const int end = min(work.first_query + C::kQueries, p.q_length);
+#pragma unroll 1
+    for (int query = work.first_query; query < end; ++query) {
+      store_row<C>(p, work, query, lane, 1.f, output);
+      if (lane == 0) store_lse(p, work, query, -INFINITY);
+    }
   }
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "kernels/common/plan.h"
 
@@ -86,34 +87,46 @@ struct Span {
 struct alignas(16) Item {
   Work work;  // batch < 0: nothing, that was all
   Span span;
-  int32_t queries;  // of the batch entry
-  int32_t token;    // row of its first query
-  int32_t biased;   // keys may have biases
 };
 
-// What a gathered problem's producer is told: see gathered.cuh.
-struct alignas(16) Drawn {
-  Item item;
-  int32_t outer;      // batch entry of K and V, of which there is one if they are ragged
-  int32_t first_key;  // row of its first key
+// As well of a ragged batch, or one with pages; in the same place.
+struct alignas(16) GatheredItem {
+  Work work;
+  Span span;
+  int32_t queries;  // of the sequence
+  int32_t token;    // row of its first query
+  int32_t biased;   // pages are missing
 };
 
 template <class C>
-__device__ __forceinline__ Span span_of(const Problem& p, const Work& work,
-                                        const Sequence& sequence) {
+using ItemOf = std::conditional_t<C::kGathered, GatheredItem, Item>;
+
+template <class C>
+__device__ __forceinline__ int queries_of(const Problem& p, const ItemOf<C>& item) {
+  if constexpr (C::kGathered) {
+    return item.queries;
+  } else {
+    return p.q_length;
+  }
+}
+template <class C>
+__device__ __forceinline__ int token_of(const ItemOf<C>& item) {
+  if constexpr (C::kGathered) {
+    return item.token;
+  } else {
+    return 0;
+  }
+}
+
+template <class C>
+__device__ __forceinline__ Span span_of(const Problem& p, const Work& work) {
   Span span;
-  span.range = key_range(p, sequence.length, sequence.keys);
+  span.range = key_range(p, key_length_of(p, work.batch));
   const int begin = span.range.lower(work.first_query);
-  const int end = span.range.upper(min(work.first_query + C::kQueries, sequence.queries) - 1);
+  const int end = span.range.upper(min(work.first_query + C::kQueries, p.q_length) - 1);
   span.first_tile = begin / C::kKeys;
   span.last_tile = begin < end ? (end - 1) / C::kKeys : span.first_tile - 1;
   return span;
-}
-
-// Of dense problems.
-template <class C>
-__device__ __forceinline__ Span span_of(const Problem& p, const Work& work) {
-  return span_of<C>(p, work, {0, 0, p.q_length, key_length_of(p, work.batch), p.q_length});
 }
 
 }  // namespace flashonnx::sm90

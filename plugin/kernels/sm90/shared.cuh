@@ -25,7 +25,9 @@ struct Shared {
   __device__ __forceinline__ uint32_t k(int stage) const {
     return base + C::kQueryStages * C::kQueryBytes + stage * C::kKeyBytes;
   }
-  __device__ __forceinline__ uint32_t v(int stage) const { return k(C::kStages + stage); }
+  __device__ __forceinline__ uint32_t v(int stage) const {
+    return k(C::kStages) + stage * C::kValueBytes;
+  }
   // Of the tile of queries and the stage's keys.
   __device__ __forceinline__ uint32_t mask(int stage) const {
     return base + C::kMaskAt + stage * C::kMaskBytes;
@@ -45,21 +47,10 @@ struct Shared {
     return reinterpret_cast<int*>(memory + C::kBarriersAt + 8 * C::kBarriers) + stage;
   }
 
-  __device__ __forceinline__ Item* item(int stage) const {
-    static_assert(sizeof(Item) == 48);
-    return reinterpret_cast<Item*>(memory + C::kItemsAt) + stage;
+  __device__ __forceinline__ ItemOf<C>* item(int stage) const {
+    static_assert(sizeof(ItemOf<C>) == 48);
+    return reinterpret_cast<ItemOf<C>*>(memory + C::kItemsAt) + stage;
   }
-
-  // The tile that was drawn last, and barriers that say that there is one and that it was taken,
-  // for its keys and for its values.
-  __device__ __forceinline__ Drawn* drawn() const {
-    static_assert(sizeof(Drawn) == 64);
-    return reinterpret_cast<Drawn*>(memory + C::kDrawnAt);
-  }
-  __device__ __forceinline__ uint32_t drawn_full() const { return base + C::kDrawnAt + 64; }
-  __device__ __forceinline__ uint32_t drawn_free() const { return drawn_full() + 8; }
-  // Queries have landed that consumers do not hear of yet.
-  __device__ __forceinline__ uint32_t landed() const { return drawn_full() + 16; }
 
   // A stage of Q is free when what came of it is stored.
   __device__ __forceinline__ uint32_t q_full(int stage) const { return barrier(2 * stage); }
@@ -80,8 +71,6 @@ struct Shared {
       const int consumers = C::kGroups * (i < 2 * C::kQueryStages ? 128 : 4);
       barrier_init(barrier(i), i % 2 ? consumers : 1);
     }
-    barrier_init(drawn_full(), 1), barrier_init(drawn_free(), 2);
-    barrier_init(landed(), 1);
     if (biased) {
       for (int stage = 0; stage < C::kStages; ++stage) barrier_init(k_full(stage), 2);
     }

@@ -64,8 +64,8 @@ flashonnx_status encode_map(const flashonnx_tensor& tensor, CUtensorMapDataType 
 
 }  // namespace
 
-bool strides_fit(const flashonnx_tensor& tensor, const Rows& rows, int64_t heads) {
-  const int64_t sizes[] = {rows.batch, heads, rows.rows};
+bool strides_fit(const flashonnx_tensor& tensor, int64_t batch, int64_t heads, int64_t rows) {
+  const int64_t sizes[] = {batch, heads, rows};
   for (int i = 0; i < 3; ++i) {
     const int64_t bytes = tensor.stride[i] * 2;
     if (sizes[i] > 1 && (bytes <= 0 || bytes % 16 != 0 || bytes >= int64_t{1} << 40)) return false;
@@ -84,12 +84,13 @@ bool mask_strides_fit(const flashonnx_tensor& mask, int64_t batch, int64_t heads
   return mask.stride[2] != 0;
 }
 
-flashonnx_status encode_tensor_map(const flashonnx_tensor& tensor, const Rows& rows, int64_t heads,
-                                   int64_t dim, int box_rows, int box_features, CUtensorMap* map) {
+flashonnx_status encode_tensor_map(const flashonnx_tensor& tensor, int64_t batch, int64_t heads,
+                                   int64_t rows, int64_t dim, int box_rows, int box_features,
+                                   CUtensorMap* map) {
   const CUtensorMapDataType type = tensor.dtype == FLASHONNX_FLOAT16
                                        ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                        : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  return encode_map(tensor, type, rows.batch, heads, rows.rows, dim, box_rows, box_features, map);
+  return encode_map(tensor, type, batch, heads, rows, dim, box_rows, box_features, map);
 }
 
 flashonnx_status encode_mask_map(const Params& params, int box_rows, int box_keys,

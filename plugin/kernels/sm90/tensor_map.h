@@ -4,18 +4,19 @@
 #include <cuda.h>
 
 #include "flashonnx/status.h"
-#include "kernels/common/gather.h"
+#include "kernels/table.h"
 
 namespace flashonnx::sm90 {
 
 // Whether the copy engine can read the tensor in place: it wants strides of whole 16 bytes, none of
 // them 0, and at most 2^40 bytes. Data has to be aligned to 16 bytes as well.
-bool strides_fit(const flashonnx_tensor& tensor, const Rows& rows, int64_t heads);
+bool strides_fit(const flashonnx_tensor& tensor, int64_t batch, int64_t heads, int64_t rows);
 
 // The map of a (batch, heads, rows, dim) tensor of 16-bit elements for boxes of `box_rows` rows and
 // `box_features` features, 64 or 32 of them, swizzled over the box's row.
-flashonnx_status encode_tensor_map(const flashonnx_tensor& tensor, const Rows& rows, int64_t heads,
-                                   int64_t dim, int box_rows, int box_features, CUtensorMap* map);
+flashonnx_status encode_tensor_map(const flashonnx_tensor& tensor, int64_t batch, int64_t heads,
+                                   int64_t rows, int64_t dim, int box_rows, int box_features,
+                                   CUtensorMap* map);
 
 // As well for a mask that depends on the query: elements of one byte or of Q's type, keys side by
 // side, strides of 0 where heads or batch entries share it.
