@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cache_cases import CacheCase
 from cache_seam import CacheProblem, check_cache_outputs
-from flashonnx._capi import Library
+from flashonnx._capi import CUDA, Library, Params
 from varlen_cases import VarlenCase
 
 HALVES = ("float16", "bfloat16")
@@ -77,6 +77,13 @@ VARLEN = [
       for t in ("float32", "float16")),
     *(varlen(f"max-kv-length-{t}", (20, 3, 150), (250, 3, 90), is_causal=1, max_kv_length=80, dtype=t)
       for t in ("float32", "float16")),
+    # Windows, caps and sinks over tiles that end in the next sequence.
+    *(varlen(f"wide-{d}-{n}-{t}", (200, 17, 130), (310, 17, 90), dtype=t, head_dim=d, heads=(2, 1), **more)
+      for d, t in ((64, "float16"), (96, "bfloat16"), (128, "bfloat16"), (192, "float16"), (256, "bfloat16"))
+      for n, more in (
+          ("window", {"left": 90, "right": 20}), ("softcap", {"is_causal": 1, "softcap": 2.0}),
+          ("sinks", {"is_causal": 1, "sinks": True}), ("no-lse", {"lse": False}),
+      )),
     VarlenCase("order", q_ends=(0, 150, 9, 180), k_ends=(90, 1, 200, 150), k_tokens=200, dtype="float16", is_causal=1),
 ]  # fmt: skip
 
@@ -87,6 +94,14 @@ CACHES = [
                       (300, 256, "bfloat16"), (20, 320, "float16"))),
     *(pages(f"page{p}-aligned-{t}", page_size=p, capacity=1024, lengths=(900, 256, 0), dtype=t, head_dim=128,
             heads=(8, 2)) for p in (64, 128, 256) for t in HALVES),
+    *(pages(f"page{p}-many-d{d}-{t}", page_size=p, capacity=1280, lengths=(1100, 300, 9), q_length=150, dtype=t,
+            head_dim=d, heads=(2, 1), missing=((0, 2),) if missing else ())
+      for p, d, t, missing in (
+          (16, 64, "bfloat16", True), (16, 96, "float16", False), (16, 192, "bfloat16", True),
+          (16, 256, "float16", True), (32, 192, "float16", False), (64, 64, "float16", False),
+          (64, 256, "bfloat16", False), (80, 256, "float16", True), (128, 128, "bfloat16", True),
+          (256, 192, "float16", False), (256, 256, "bfloat16", True),
+      )),
     *(pages(f"odd-{d}-{dv}-{t}", head_dim=d, value_dim=dv, dtype=t, page_size=8)
       for d, dv, t in ((20, 28, "float16"), (33, 7, "bfloat16"), (72, 80, "float16"), (33, 7, "float32"))),
     *(pages(f"missing-{n}-{t}", page_size=8, dtype=t, missing=((0, 0), (0, 17), (0, 18), (1, 5)), **more)
@@ -129,6 +144,22 @@ def test_unaligned_cache(library: Library, device: str, case: CacheCase) -> None
     CacheProblem(library, case, device, shift=1).check()
 
 
+@on_devices([varlen(f"neighbours-{d}-{c}-{t}", (100, 60, 129), dtype=t, head_dim=d, is_causal=c, lse=True)
+             for t, d in (("float32", 64), ("float16", 64), ("bfloat16", 128), ("float16", 192), ("bfloat16", 256))
+             for c in (0, 1)])  # fmt: skip
+def test_nan_stays_in_its_sequence(library: Library, device: str, case: VarlenCase) -> None:
+    """What stands in one sequence changes no bit of the others, whose tiles end in it."""
+    inputs = case.inputs()
+    expected = case.run_seam(library, device, inputs)
+    q, k = (ends((100, 60, 129), first) for first in (5, 3))
+    inputs["Q"][q[1] : q[2]] = inputs["K"][k[1] : k[2]] = inputs["V"][k[1] : k[2]] = np.nan
+    found = case.run_seam(library, device, inputs)
+    case.check(inputs, found)
+    others = np.r_[: q[1], q[2] : len(inputs["Q"])]
+    assert found["Y"][others].tobytes() == expected["Y"][others].tobytes()
+    assert found["lse"][:, others].tobytes() == expected["lse"][:, others].tobytes()
+
+
 @on_devices([varlen(f"nan-{t}", (140, 5, 30), is_causal=1, dtype=t, head_dim=64) for t in ("float32", *HALVES)])
 def test_nan_reaches_who_sees_it(library: Library, device: str, case: VarlenCase) -> None:
     """A NaN in a key or value spoils the queries from its own on, and no other sequence."""
@@ -148,6 +179,46 @@ def test_nan_in_a_page(library: Library, device: str, case: CacheCase) -> None:
     check_cache_outputs(case, inputs, {name: outputs[name] for name in ("Y", "lse")})
     for b, wrong in enumerate(np.isnan(outputs["Y"]).any(axis=-1)):
         assert wrong[-3 + b :].all() and not wrong[: -3 + b].any()
+
+
+@pytest.mark.parametrize("page_size", [0, 8, 16, 48, 256])
+@pytest.mark.parametrize("ragged", [(70, 33), None])
+def test_hopper_takes_gathered_problems(library: Library, page_size: int, ragged: tuple[int, ...] | None) -> None:
+    """What is chosen for Hopper, whether there is one or not."""
+    case = pages("hopper", page_size=page_size, capacity=768, dtype="float16", ragged=ragged)
+    assert _chosen_on_hopper(library, CacheProblem(library, case).params) == _hopper_kernel(library)
+
+
+def test_hopper_leaves_odd_pages(library: Library) -> None:
+    case = pages("odd", page_size=20, dtype="float16")
+    assert _chosen_on_hopper(library, CacheProblem(library, case).params) == "sm80"
+
+
+@pytest.mark.parametrize("longest", [16, 64, 1000])
+def test_hopper_takes_ragged_batches_of_any_length(library: Library, longest: int) -> None:
+    """So that, with fixed_split, the kernel of a sequence does not depend on the longest of its mates."""
+    case = varlen("any", (20, 3, 9), dtype="float16", head_dim=64, max_q_length=longest, max_kv_length=longest)
+    buffers = {n: np.asarray(x) for n, x in case.inputs().items()}
+    buffers |= {n: np.empty(shape, np.float16 if n == "Y" else np.float32) for n, shape in case.output_shapes().items()}
+    params = case.params(library, "cpu", buffers)
+    params.fixed_split = 1
+    assert _chosen_on_hopper(library, params) == _hopper_kernel(library)
+
+
+def _chosen_on_hopper(library: Library, params: Params) -> str:
+    """The kernel for a device that need not be here."""
+    params.device.kind, params.device.arch, params.device.sm_count = CUDA, 90, 132
+    params.device.shared_memory = 227 * 1024
+    try:
+        return library.supported(params)
+    except NotImplementedError as error:
+        pytest.skip(str(error))
+
+
+def _hopper_kernel(library: Library) -> str:
+    """sm90, unless the library was built without it."""
+    params = CacheProblem(library, pages("dense", dtype="float16")).params
+    return _chosen_on_hopper(library, params)
 
 
 @on_devices(

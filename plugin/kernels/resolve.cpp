@@ -48,7 +48,7 @@ void resolve_past(Params& p, Resolved* resolved) {
 
 // The cache's keys, whose number the device knows, and queries that are rotated already.
 void resolve_cache(Params& p, Resolved* resolved) {
-  add_part(&resolved->key_lengths, p.batch * 4, resolved);
+  add_part(&resolved->key_lengths, (p.batch + 1) * 4, resolved);
   p.key_lengths = vector_of_int32();
   p.offset_from_lengths = 1;
   p.k = present(p.present_k) ? p.present_k : p.cache_k;
@@ -121,7 +121,7 @@ void resolve(const Params& params, Resolved* resolved) {
   if (cache) resolve_cache(p, resolved);
   if (present(p.cu_seqlens_q)) {
     p.q_length = std::min(p.q_length, p.q_tokens);
-    add_part(&resolved->cu_seqlens_q, (p.batch + 1) * 4, resolved);
+    add_part(&resolved->cu_seqlens_q, (p.batch + 2) * 4, resolved);
     p.cu_seqlens_q = vector_of_int32();
   }
   if (present(p.cu_seqlens_k)) {

@@ -100,6 +100,10 @@ __device__ void order_sequences(const flashonnx_tensor& given, int64_t batch, in
 // What belongs to no token: sequences and lengths. By the whole block.
 __device__ void count(const Job& job) {
   const Params& p = job.given;
+  if (threadIdx.x == 0) {  // for a kernel to count with
+    if (job.ragged) static_cast<int32_t*>(job.problem.cu_seqlens_q.data)[p.batch + 1] = 0;
+    if (job.cache) static_cast<int32_t*>(job.problem.key_lengths.data)[p.batch] = 0;
+  }
   if (threadIdx.x < 32 && job.ragged) {
     order_sequences(p.cu_seqlens_q, p.batch, job.tokens, job.problem.cu_seqlens_q, "cu_seqlens_q",
                     job.log);
@@ -316,12 +320,11 @@ __device__ void report_missing_page(const Job& job, const Token& token) {
          static_cast<long long>(slot));
 }
 
-// A row of O that no sequence has, or that is too far into its own.
-__device__ void clear_row(const Job& job, int32_t row) {
+// A row of O that no sequence has, or that is too far into its own, by `threads` of them.
+__device__ void clear_row(const Job& job, int32_t row, int32_t first, int32_t threads) {
   const Params& p = job.given;
   const int64_t elements = p.q_heads * p.value_dim;
-  const int64_t first = int64_t{blockIdx.y} * kBlockThreads + threadIdx.x;
-  for (int64_t i = first; i < elements; i += int64_t{gridDim.y} * kBlockThreads) {
+  for (int64_t i = first; i < elements; i += threads) {
     const int64_t at = i / p.value_dim * p.o.stride[1] + row * p.o.stride[2] + i % p.value_dim;
     if (p.o.dtype == FLASHONNX_FLOAT32) {
       static_cast<float*>(p.o.data)[at] = 0;
@@ -330,7 +333,7 @@ __device__ void clear_row(const Job& job, int32_t row) {
     }
   }
   if (p.lse.dtype == FLASHONNX_NONE) return;
-  for (int64_t head = first; head < p.q_heads; head += int64_t{gridDim.y} * kBlockThreads) {
+  for (int64_t head = first; head < p.q_heads; head += threads) {
     static_cast<float*>(p.lse.data)[head * p.lse.stride[1] + row * p.lse.stride[2]] = -INFINITY;
   }
 }
@@ -348,7 +351,9 @@ __global__ void __launch_bounds__(kBlockThreads) append_kernel(const __grid_cons
   const auto row = static_cast<int32_t>(block);
   const Token token = find_token(job, row);
   const bool inside = token.b >= 0;
-  if (job.ragged && (!inside || token.i >= job.given.q_length)) clear_row(job, row);
+  if (job.ragged && (!inside || token.i >= job.given.q_length)) {
+    clear_row(job, row, blockIdx.y * kBlockThreads + threadIdx.x, gridDim.y * kBlockThreads);
+  }
   if (!inside) return;
   const Params& p = job.given;
   int32_t part = static_cast<int32_t>(blockIdx.y);
@@ -361,6 +366,35 @@ __global__ void __launch_bounds__(kBlockThreads) append_kernel(const __grid_cons
   if (part >= job.values.blocks) return;
   if (job.log && part == 0 && threadIdx.x == 0) report_missing_page(job, token);
   copy_heads<T, V>(job, token, row, part, job.values, p.v, job.problem.v, p.value_dim);
+}
+
+// Whether a row has to be cleared, each lane its own; as `find_token`, for 32 rows at once.
+__device__ bool has_no_query(const Job& job, int32_t row) {
+  const Params& p = job.given;
+  const auto* given = static_cast<const int32_t*>(p.cu_seqlens_q.data);
+  const int32_t lane = threadIdx.x % 32, count = static_cast<int32_t>(p.batch) + 1;
+  int32_t begin = 0, behind = 0;  // numbers up to the row
+  bool found = false;
+  for (int32_t first = 0; first < count && !__all_sync(0xffffffffu, found); first += 32) {
+    const int32_t value =
+        first + lane < count ? given[(first + lane) * p.cu_seqlens_q.stride[0]] : 0;
+    for (int32_t i = 0; i < min(count - first, 32); ++i) {
+      const int32_t x = __shfl_sync(0xffffffffu, value, i);
+      found |= x > row;
+      if (!found) begin = max(begin, x), ++behind;
+    }
+  }
+  return !found || behind == 0 || row - begin >= p.q_length;
+}
+
+// Where tokens have no work of their own: what belongs to none, and rows to be cleared, 32 a warp.
+__global__ void __launch_bounds__(kBlockThreads) order_kernel(const __grid_constant__ Job job) {
+  if (blockIdx.x == gridDim.x - 1) return count(job);
+  const auto first = static_cast<int32_t>(blockIdx.x * kBlockThreads + threadIdx.x / 32 * 32);
+  const int32_t lane = threadIdx.x % 32, row = first + lane;
+  uint32_t rows = __ballot_sync(0xffffffffu, has_no_query(job, row) && row < job.tokens);
+  for (; rows != 0; rows &= rows - 1)
+    clear_row(job, first + __ffs(static_cast<int>(rows)) - 1, lane, 32);
 }
 
 // Whether all rows of the tensor consist of whole, aligned vectors of 16 bytes.
@@ -445,6 +479,14 @@ flashonnx_status prepare_cuda(const Params& params, const Params& problem, void*
         static_cast<int32_t>(job.ragged ? params.q_tokens : params.batch * params.q_length);
   }
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (!job.append && !job.rotary) {
+    cudaLaunchConfig_t config = {};
+    config.gridDim =
+        dim3(static_cast<unsigned>(job.tokens + kBlockThreads - 1) / kBlockThreads + 1);
+    config.blockDim = dim3(kBlockThreads);
+    config.stream = cuda_stream;
+    return cuda_status(cudaLaunchKernelEx(&config, order_kernel, job), "sequence order kernel");
+  }
   const bool float32 = params.q.dtype == FLASHONNX_FLOAT32;
   const bool vectors = all_aligned(job, float32 ? 4 : 2);
   if (float32)

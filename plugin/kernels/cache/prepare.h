@@ -16,8 +16,8 @@
 namespace flashonnx {
 
 // `params` is the caller's problem; of `problem`, the one that kernels get, these are written:
-//   key_lengths   keys in the cache after this call
-//   cu_seqlens_*  in order and range
+//   key_lengths   keys in the cache after this call; on CUDA devices, a 0 after the last
+//   cu_seqlens_*  in order and range; as well after cu_seqlens_q
 //   q             rotated queries, where there is a rotary embedding
 //   k, v          the cache, to which the new keys and values are appended
 //   o, lse        0 and -inf in ragged rows that are in no sequence, or too far into theirs

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "kernels/common/finish.cuh"
+#include "kernels/sm90/schedule.h"
 #include "kernels/sm90/softmax.cuh"
 
 namespace flashonnx::sm90 {
@@ -37,17 +38,17 @@ __device__ __forceinline__ void load_row(const T* from, int dim, int lane,
 // A row of the output, from all lanes: softmax over the keys that it sees.
 template <class T, class C>
 __device__ __forceinline__ void attend_row(const Problem& p, const Plan& plan, const Work& work,
-                                           const KeyRange& range, int query, int lane,
-                                           float (&output)[C::kDim / 32], float& maximum,
-                                           float& sum) {
+                                           const Sequence& sequence, const KeyRange& range,
+                                           int query, int lane, float (&output)[C::kDim / 32],
+                                           float& maximum, float& sum) {
   float q[C::kDim / 32];
   load_row<T, C>(static_cast<const T*>(p.q.data) + work.batch * p.q.batch + work.head * p.q.head +
-                     query * p.q.row,
+                     (sequence.first_query + query) * p.q.row,
                  p.head_dim, lane, q);
-  const T* const k =
-      static_cast<const T*>(p.k.data) + work.batch * p.k.batch + work.kv_head * p.k.head;
-  const T* const v =
-      static_cast<const T*>(p.v.data) + work.batch * p.v.batch + work.kv_head * p.v.head;
+  const T* const k = static_cast<const T*>(p.k.data) + work.batch * p.k.batch +
+                     work.kv_head * p.k.head + sequence.first_key * p.k.row;
+  const T* const v = static_cast<const T*>(p.v.data) + work.batch * p.v.batch +
+                     work.kv_head * p.v.head + sequence.first_key * p.v.row;
   maximum = -FLT_MAX, sum = 0.f;
 #pragma unroll
   for (int i = 0; i < C::kDim / 32; ++i) output[i] = 0.f;
@@ -59,8 +60,11 @@ __device__ __forceinline__ void attend_row(const Problem& p, const Plan& plan, c
       bias = mask_bias(mask_bits(at, plan.mask_bytes), p.mask_dtype);
       if (bias == -INFINITY) continue;
     }
+    Slot slot = {0, key};
+    if (C::kGathered && p.pages.table) slot = slot_of(p.pages, work.batch, key);
+    if (slot.page < 0) continue;
     float row[C::kDim / 32], score = 0.f;
-    load_row<T, C>(k + key * p.k.row, p.head_dim, lane, row);
+    load_row<T, C>(k + slot.page * p.pages.k + slot.slot * p.k.row, p.head_dim, lane, row);
 #pragma unroll
     for (int i = 0; i < C::kDim / 32; ++i) score = fmaf(q[i], row[i], score);
     score = warp_sum(score);
@@ -72,7 +76,7 @@ __device__ __forceinline__ void attend_row(const Problem& p, const Plan& plan, c
     const float keep = exp2_approximate(maximum - next), weight = exp2_approximate(score - next);
     maximum = next;
     sum = fmaf(sum, keep, weight);
-    load_row<T, C>(v + key * p.v.row, p.value_dim, lane, row);
+    load_row<T, C>(v + slot.page * p.pages.v + slot.slot * p.v.row, p.value_dim, lane, row);
 #pragma unroll
     for (int i = 0; i < C::kDim / 32; ++i) output[i] = fmaf(output[i], keep, weight * row[i]);
   }
@@ -118,19 +122,27 @@ __device__ __forceinline__ void store_row(const Problem& p, const Work& work, in
 // All rows of the warp, everything that is written of them.
 template <class T, class C>
 __device__ __forceinline__ void attend_carefully(const Problem& p, const Plan& plan,
-                                                 const Work& work, int first_query, int lane) {
-  const KeyRange range = key_range(p, key_length_of(p, work.batch));
+                                                 const ItemOf<C>& item, int first_query, int lane) {
+  const Work& work = item.work;
+  Sequence sequence = {0, 0, p.q_length, 0, p.q_length};
+  if constexpr (C::kGathered) {
+    sequence = sequence_of(p, work.batch);
+  } else {
+    sequence.keys = key_length_of(p, work.batch);
+  }
+  const KeyRange range = key_range(p, sequence.length, sequence.keys);
 #pragma unroll 1
-  for (int query = first_query; query < min(first_query + 16, p.q_length); ++query) {
+  for (int query = first_query; query < min(first_query + 16, sequence.queries); ++query) {
     float output[C::kDim / 32], maximum, sum;
-    attend_row<T, C>(p, plan, work, range, query, lane, output, maximum, sum);
+    attend_row<T, C>(p, plan, work, sequence, range, query, lane, output, maximum, sum);
     float scale = normaliser(p, work.head, maximum, sum);
     if (sum == 0.f && p.empty_row_mean) {
       mean_of_values<T, C>(p, work, lane, output);
       scale = 1.f;
     }
-    store_row<C>(p, work, query, lane, scale, output);
-    if (lane == 0) store_lse(p, work, query, natural_lse(p, maximum, sum));
+    const int token = sequence.first_query + query;
+    store_row<C>(p, work, token, lane, scale, output);
+    if (lane == 0) store_lse(p, work, token, natural_lse(p, maximum, sum));
   }
 }
 

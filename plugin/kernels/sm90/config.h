@@ -28,6 +28,7 @@ struct Tiling {
 
   // The general kernel: soft cap, and masks that depend on the query, which come with K.
   static constexpr bool kGeneral = kMasks_;
+  static constexpr bool kGathered = false;
 
   // Registers of a thread: 65536 for all. Softmax and output live in the consumers'.
   static constexpr int kProducerRegisters = kGroups == 2 ? 40 : 32;
@@ -88,5 +89,14 @@ using General96 = Tiling<96, 2, 128, 2, 2, true, true>;    //        128      20
 using General128 = Tiling<128, 2, 128, 2, 1, true, true>;  //        128      225 KB
 using General192 = Tiling<192, 2, 64, 2, 1, false, true>;  //        128      177 KB
 using General256 = Tiling<256, 2, 64, 2, 1, false, true>;  //        128      225 KB
+
+// A tiling for ragged batches and pages, which have kernels of their own: dense ones pay nothing.
+template <class C>
+struct Gathered : C {
+  static constexpr bool kGathered = true;
+  // A tile that was drawn, and barriers, where others keep what they found of a mask.
+  static constexpr int kDrawnAt = C::kFoundAt;
+  static_assert(kDrawnAt + 64 + 3 * 8 <= C::kSharedBytes);
+};
 
 }  // namespace flashonnx::sm90

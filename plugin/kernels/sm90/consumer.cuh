@@ -12,6 +12,8 @@ namespace flashonnx::sm90 {
 
 template <class T, class C>
 class Consumer {
+  using Item = ItemOf<C>;
+
  public:
   __device__ __forceinline__ Consumer(const Problem& p, const Plan& plan, const CUtensorMap& o_map,
                                       const Shared<C>& shared)
@@ -94,14 +96,17 @@ class Consumer {
   __device__ __forceinline__ void skip_keys() {
     const Span& span = item().span;
     const int first_query = item().work.first_query + lane_here().group * 64;
-    const int end = span.range.upper(min(first_query + 63, p_.q_length - 1));
-    const bool skips = span.last_tile > span.first_tile &&
-                       (end <= span.last_tile * C::kKeys || first_query >= p_.q_length);
+    const int end = span.range.upper(min(first_query + 63, queries_of<C>(p_, item()) - 1));
+    const bool skips =
+        span.last_tile > span.first_tile &&
+        (end <= span.last_tile * C::kKeys || first_query >= queries_of<C>(p_, item()));
     last_tile_ = span.last_tile;
     if (!skips) return;
     --last_tile_;
-    if (plan_.mask_per_key)
-      last_tile_ = last_visible(item().marks.visible, last_tile_, span.first_tile);
+    if constexpr (!C::kGathered) {
+      if (plan_.mask_per_key)
+        last_tile_ = last_visible(item().marks.visible, last_tile_, span.first_tile);
+    }
     barrier_wait(shared_.k_full(keys_.stage()), keys_.round());
     release(shared_.k_free(keys_.stage()));
     keys_.advance();
@@ -135,7 +140,11 @@ class Consumer {
     while (tile >= item().span.first_tile) {
       int plain = plain_tiles(tile);
       bool biased = C::kGeneral && query_biases();
-      if (plan_.mask_per_key) plain = min(plain, next_visible(tile, biased));
+      if constexpr (C::kGathered) {
+        biased = item().biased;
+      } else if (plan_.mask_per_key) {
+        plain = min(plain, next_visible(tile, biased));
+      }
       if (plain <= 0) {
         step<Look::kBounds>(tile--, scores, p, output, state);
         continue;
@@ -169,7 +178,7 @@ class Consumer {
   __device__ __forceinline__ int plain_tiles(int tile) const {
     const Span& span = item().span;
     const int first_query = item().work.first_query + lane_here().group * 64;
-    const int last_query = min(first_query + 63, p_.q_length - 1);
+    const int last_query = min(first_query + 63, queries_of<C>(p_, item()) - 1);
     const int begin = (span.range.lower(last_query) + C::kKeys - 1) / C::kKeys;
     const int end =
         min(span.range.upper(first_query) / C::kKeys, last_tile_ - (ends_early(span) ? 1 : 0));
@@ -187,8 +196,10 @@ class Consumer {
     begin_turn();
     multiply_keys<T, C>(q, k, scores);
     if constexpr (kLook == Look::kBounds) {
-      const int before =
-          plan_.mask_per_key ? first_visible(item().marks.visible, tile + 1, last_tile_) : tile + 1;
+      int before = tile + 1;
+      if constexpr (!C::kGathered) {
+        if (plan_.mask_per_key) before = first_visible(item().marks.visible, tile + 1, last_tile_);
+      }
       wait_for_values(item().span, before);
     } else {
       barrier_wait(shared_.v_full(values_.stage()), values_.round());
@@ -237,16 +248,16 @@ class Consumer {
                                               const float (&output)[C::kOutputs],
                                               const RowState& state) {
     const Lane lane = lane_here();
-    const bool may_be_masked = p_.mask.data || p_.left >= 0 || p_.right >= 0;
+    bool may_be_masked = p_.mask.data || p_.left >= 0 || p_.right >= 0;
+    if (C::kGathered && p_.pages.table) may_be_masked = true;
     bool careful = !C::kGeneral && overflowed(state);
     if (may_be_masked) careful |= holds_nan<C>(output);
     bool leaving = false;
     if (__any_sync(0xffffffffu, careful)) {
-      attend_carefully<T, C>(p_, plan_, item.work, first_query_of_warp(item.work), lane.lane);
+      attend_carefully<T, C>(p_, plan_, item, first_query_of_warp(item.work), lane.lane);
     } else {
       const uint32_t rows = queries(stage) + lane.warp * 16 * C::kBoxRow;
-      leaving =
-          finish<T, C>(p_, plan_, o_map_, lane, item.work, rows, in_powers_of_2(state), output);
+      leaving = finish<T, C>(p_, plan_, o_map_, lane, item, rows, in_powers_of_2(state), output);
     }
     if constexpr (C::kQueryStages > 1) {
       leaving_ = leaving;
@@ -286,8 +297,8 @@ class Consumer {
     if constexpr (C::kGeneral) {
       factor = kLook == Look::kBiases ? kLog2e : unit();
       generalise<kLook>(pairs, scores);
-    } else if (kLook == Look::kBiases ||
-               (kLook == Look::kBounds && plan_.mask_per_key && *shared_.biased(keys_.stage()))) {
+    } else if ((kLook == Look::kBiases && !C::kGathered) ||
+               (kLook != Look::kNone && may_be_biased() && *shared_.biased(keys_.stage()))) {
       add_key_biases<C>(lane_here(), factor, 1.f, shared_.biases(keys_.stage()), scores);
       factor = 1.f;
     }
@@ -297,7 +308,7 @@ class Consumer {
       const int first_key = tile * C::kKeys;
       const Item& at = item();
       const int first_query = at.work.first_query + lane_here().group * 64;
-      const int last_query = min(first_query + 63, p_.q_length - 1);
+      const int last_query = min(first_query + 63, queries_of<C>(p_, at) - 1);
       if (first_key < at.span.range.lower(last_query) ||
           first_key + C::kKeys > at.span.range.upper(first_query)) {
         apply_bounds<C>(at.span.range, lane_here(), at.work.first_query, first_key, scores);
@@ -384,9 +395,19 @@ class Consumer {
     }
   }
 
-  // Whether V has rows past the batch entry's length.
+  // Whether V has rows past the batch entry's length, be they the next one's.
   __device__ __forceinline__ bool ends_early(const Span& span) const {
+    if (C::kGathered && p_.ragged.keys) return true;
     return span.range.limit < p_.key_length;
+  }
+
+  // Whether the item's keys may have biases.
+  __device__ __forceinline__ bool may_be_biased() const {
+    if constexpr (C::kGathered) {
+      return item().biased;
+    } else {
+      return plan_.mask_per_key;
+    }
   }
 
   // Rows of V between the batch entry's length and the tensor's end may hold anything: zeros

@@ -20,16 +20,23 @@ __device__ __forceinline__ void transpose_in_quad(int quad, uint32_t (&x)[4]) {
   }
 }
 
+// Of a query's row of the output, in elements.
+template <class C>
+__device__ __forceinline__ int64_t place_of_row(const Problem& p, const ItemOf<C>& item,
+                                                int query) {
+  return item.work.batch * p.o.batch + item.work.head * p.o.head +
+         (token_of<C>(item) + query) * p.o.row;
+}
+
 // A row's features go out by 16 bytes a thread, 64 of a quad: whole sectors.
 template <class T, class C>
-__device__ __forceinline__ void store_vectors(const Problem& p, const Lane& lane, const Work& work,
-                                              const float (&scale)[2],
+__device__ __forceinline__ void store_vectors(const Problem& p, const Lane& lane,
+                                              const ItemOf<C>& item, const float (&scale)[2],
                                               const float (&output)[C::kOutputs]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int query = work.first_query + lane.first_row() + 8 * h;
-    T* const row =
-        static_cast<T*>(p.o.data) + work.batch * p.o.batch + work.head * p.o.head + query * p.o.row;
+    const int query = item.work.first_query + lane.first_row() + 8 * h;
+    T* const row = static_cast<T*>(p.o.data) + place_of_row<C>(p, item, query);
 #pragma unroll
     for (int n = 0; n < C::kValueDim / 8; n += 4) {
       uint32_t x[4];
@@ -40,7 +47,7 @@ __device__ __forceinline__ void store_vectors(const Problem& p, const Lane& lane
       }
       transpose_in_quad(lane.quad, x);
       const int feature = 8 * (n + lane.quad);
-      if (query < p.q_length && feature < p.value_dim)
+      if (query < queries_of<C>(p, item) && feature < p.value_dim)
         *reinterpret_cast<uint4*>(row + feature) = {x[0], x[1], x[2], x[3]};
     }
   }
@@ -67,15 +74,36 @@ __device__ __forceinline__ void stage_rows(const Lane& lane, uint32_t rows, cons
   __syncwarp();
 }
 
+// Rows of a warp that `stage_rows` has staged, from there one by one: those from `rows` on are the
+// next sequence's.
+template <class T, class C>
+__device__ __forceinline__ void store_staged_rows(const Problem& p, const Lane& lane,
+                                                  uint32_t staged, int64_t place, int rows) {
+  constexpr int kChunks = C::kBoxRow / 16, kRowChunks = C::kValueDim / 8;
+#pragma unroll 1
+  for (int i = lane.lane; i < rows * kRowChunks; i += 32) {
+    const int row = i / kRowChunks, chunk = i % kRowChunks;
+    if (chunk * 8 >= p.value_dim) continue;
+    const int swizzle = C::kBoxRow == 128 ? row % 8 : row / 2 % 4;
+    const uint32_t at = staged + (chunk / kChunks * C::kQueries + row) * C::kBoxRow +
+                        (chunk % kChunks ^ swizzle) * 16;
+    uint4 x;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(at));
+    *reinterpret_cast<uint4*>(static_cast<T*>(p.o.data) + place + row * p.o.row + chunk * 8) = x;
+  }
+}
+
 template <class C>
-__device__ __forceinline__ void store_elements(const Problem& p, const Lane& lane, const Work& work,
-                                               const float (&scale)[2],
+__device__ __forceinline__ void store_elements(const Problem& p, const Lane& lane,
+                                               const ItemOf<C>& item, const float (&scale)[2],
                                                const float (&output)[C::kOutputs]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int query = work.first_query + lane.first_row() + 8 * h;
-    if (query >= p.q_length) continue;
-    const int64_t row = work.batch * p.o.batch + work.head * p.o.head + query * p.o.row;
+    const int query = item.work.first_query + lane.first_row() + 8 * h;
+    if (query >= queries_of<C>(p, item)) continue;
+    const int64_t row = place_of_row<C>(p, item, query);
 #pragma unroll
     for (int n = 0; n < C::kValueDim / 8; ++n) {
 #pragma unroll
@@ -106,8 +134,9 @@ __device__ __forceinline__ void store_means(const Problem& p, const Work& work, 
 // whether the copy engine is reading from there.
 template <class T, class C>
 __device__ __forceinline__ bool finish(const Problem& p, const Plan& plan, const CUtensorMap& map,
-                                       const Lane& lane, const Work& work, uint32_t rows,
+                                       const Lane& lane, const ItemOf<C>& item, uint32_t rows,
                                        const RowState& state, const float (&output)[C::kOutputs]) {
+  const Work& work = item.work;
   uint32_t empty[2];
   float scale[2];
 #pragma unroll
@@ -116,29 +145,38 @@ __device__ __forceinline__ bool finish(const Problem& p, const Plan& plan, const
     const float summed = !C::kOnes || p.lse.data ? quad_sum(state.sum[h]) : 0.f;
     const float sum = C::kOnes ? output[C::kValueDim / 2 + 2 * h] : summed;
     scale[h] = normaliser(p, work.head, state.maximum[h], sum);
-    if (lane.quad == 0 && query < p.q_length)
-      store_lse(p, work, query, natural_lse(p, state.maximum[h], summed));
+    if (lane.quad == 0 && query < queries_of<C>(p, item))
+      store_lse(p, work, token_of<C>(item) + query, natural_lse(p, state.maximum[h], summed));
     empty[h] = __ballot_sync(0xffffffffu, sum == 0.f);
   }
   const bool means = p.empty_row_mean && (empty[0] | empty[1]) != 0;
   if (plan.o_vectors && !means) {
     if constexpr (C::kQueryStages == 1) {
-      store_vectors<T, C>(p, lane, work, scale, output);
+      store_vectors<T, C>(p, lane, item, scale, output);
       return false;
     }
     stage_rows<T, C>(lane, rows, scale, output);
-    if (lane.lane == 0) {
+    if constexpr (C::kGathered) {
       const int first = work.first_query + lane.group * 64 + lane.warp * 16;
+      if (p.ragged.queries && first + 16 > item.queries) {
+        store_staged_rows<T, C>(p, lane, rows, place_of_row<C>(p, item, first),
+                                item.queries - first);
+        return false;
+      }
+    }
+    if (lane.lane == 0) {
+      const int first = token_of<C>(item) + work.first_query + lane.group * 64 + lane.warp * 16;
+      const int batch = C::kGathered && p.ragged.queries ? 0 : work.batch;
 #pragma unroll
       for (int box = 0; box < C::kValueBoxes; ++box) {
         store_box(&map, rows + box * C::kQueries * C::kBoxRow, box * C::kBox, first, work.head,
-                  work.batch);
+                  batch);
       }
       commit_stores();
     }
     return true;
   }
-  store_elements<C>(p, lane, work, scale, output);
+  store_elements<C>(p, lane, item, scale, output);
   if (means) store_means<T, C>(p, work, lane, empty);
   return false;
 }

@@ -2,17 +2,35 @@
 #include "kernels/sm90/launch.h"
 
 #include <algorithm>
+#include <numeric>
 
-#include "kernels/common/problem.h"
+#include "kernels/sm90/gathering.h"
 #include "kernels/sm90/tensor_map.h"
 
 namespace flashonnx::sm90 {
 
+namespace {
+
+bool is_present(const flashonnx_tensor& tensor) { return tensor.dtype != FLASHONNX_NONE; }
+
+bool is_gathered(const Params& params) {
+  return is_present(params.cu_seqlens_q) || is_present(params.block_table);
+}
+
+}  // namespace
+
 const char* refusal(const Params& params) {
-  if (!strides_fit(params.q, params.batch, params.q_heads, params.q_length) ||
-      !strides_fit(params.k, params.batch, params.kv_heads, params.kv_length) ||
-      !strides_fit(params.v, params.batch, params.kv_heads, params.kv_length)) {
+  const Rows q_rows = query_rows(params), k_rows = key_rows(params);
+  if (!strides_fit(params.q, q_rows.batch, params.q_heads, q_rows.rows) ||
+      !strides_fit(params.k, k_rows.batch, params.kv_heads, k_rows.rows) ||
+      !strides_fit(params.v, k_rows.batch, params.kv_heads, k_rows.rows)) {
     return "reads rows, heads and batch entries at multiples of 16 bytes";
+  }
+  if (is_gathered(params) && (params.softcap > 0 || !(params.scale > 0)))
+    return "caps no scores of ragged batches and pages";
+  if (is_present(params.block_table)) {
+    if (params.page_size % 8 != 0) return "does pages of a multiple of 8 slots";
+    if (is_present(params.mask)) return "takes no mask with pages";
   }
   if (params.mask.dtype != FLASHONNX_NONE && params.mask.stride[2] != 0 && params.q_length > 1) {
     if (size_of(params.mask.dtype) != 1 && params.mask.dtype != params.q.dtype)
@@ -22,10 +40,40 @@ const char* refusal(const Params& params) {
   }
   // Counted in 32 bits, with the blocks of a round added.
   constexpr int64_t kMostTiles = int64_t{1} << 30;
-  if ((params.q_length + 63) / 64 >
-      kMostTiles / std::max<int64_t>(params.batch * params.q_heads, 1))
+  const int64_t tiles =
+      (q_rows.rows + 63) / 64 + (is_present(params.cu_seqlens_q) ? params.batch : 0);
+  if (tiles > kMostTiles / std::max<int64_t>(q_rows.batch * params.q_heads, 1))
     return "deals out up to 2^30 tiles of queries";
   return sm80::refusal(params);
+}
+
+Gathering gathering_of(const Params& params, int keys, Problem* p, Plan* plan) {
+  const bool ragged = is_present(params.cu_seqlens_q), paged = is_present(params.block_table);
+  Gathering gathering = {};
+  // A zero stands behind the first numbers of the workspace: see resolve.h.
+  const flashonnx_tensor& numbers = ragged ? params.cu_seqlens_q : params.key_lengths;
+  gathering.drawn = static_cast<uint32_t*>(numbers.data) + params.batch + (ragged ? 1 : 0);
+  gathering.sequences = static_cast<int32_t>(params.batch);
+  gathering.part = (gathering.sequences + 31) / 32;
+  gathering.rows = Divider(static_cast<uint32_t>(paged ? std::gcd(params.page_size, keys) : keys));
+  // Causal tiles are taken longest first, over as many heads as have room for K and V in half the
+  // L2 cache of a large GPU; else those of one key head, so that neighbours share them.
+  constexpr int64_t kSectionBytes = int64_t{32} << 20;
+  const int64_t length = is_present(params.cu_seqlens_k)
+                             ? std::min(params.kv_tokens / params.batch, params.kv_length)
+                             : params.kv_length;
+  const int64_t bytes = std::max<int64_t>(length * (params.head_dim + params.value_dim) * 2, 1);
+  int64_t kv_heads =
+      plan->longest_last ? std::clamp<int64_t>(kSectionBytes / bytes, 1, params.kv_heads) : 1;
+  while (params.kv_heads % kv_heads != 0) --kv_heads;
+  gathering.section = Divider(static_cast<uint32_t>(kv_heads * (params.q_heads / params.kv_heads)));
+  if (ragged) {  // one run of tokens
+    p->batch_heads = params.q_heads;
+    p->q.batch = p->o.batch = p->lse.batch = 0;
+  }
+  if (paged || is_present(params.cu_seqlens_k)) p->k.batch = p->v.batch = 0;
+  plan->mask_per_key = paged;  // a key without a page has a bias
+  return gathering;
 }
 
 flashonnx_status launch(const Params& params, void* workspace, void* stream) {
@@ -38,6 +86,11 @@ flashonnx_status launch(const Params& params, void* workspace, void* stream) {
     return sm80::launch(params, workspace, stream);
   const int64_t dim = std::max(params.head_dim, params.value_dim);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (is_gathered(params)) {
+    if (dim <= 64) return launch_gathered_64(params, cuda_stream);
+    if (dim <= 128) return launch_gathered_128(params, cuda_stream);
+    return launch_gathered_256(params, cuda_stream);
+  }
   if (dim <= 64) return launch_64(params, cuda_stream);
   if (dim <= 96) return launch_96(params, cuda_stream);
   if (dim <= 128) return launch_128(params, cuda_stream);

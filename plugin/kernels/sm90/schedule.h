@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "kernels/common/plan.h"
 
@@ -97,6 +98,35 @@ struct alignas(16) Item {
   Span span;
   Marks marks;  // if there is such a mask
 };
+
+// As well of a ragged batch, or one with pages; in the same place.
+struct alignas(16) GatheredItem {
+  Work work;
+  Span span;
+  int32_t queries;  // of the sequence
+  int32_t token;    // row of its first query
+  int32_t biased;   // pages are missing
+};
+
+template <class C>
+using ItemOf = std::conditional_t<C::kGathered, GatheredItem, Item>;
+
+template <class C>
+__device__ __forceinline__ int queries_of(const Problem& p, const ItemOf<C>& item) {
+  if constexpr (C::kGathered) {
+    return item.queries;
+  } else {
+    return p.q_length;
+  }
+}
+template <class C>
+__device__ __forceinline__ int token_of(const ItemOf<C>& item) {
+  if constexpr (C::kGathered) {
+    return item.token;
+  } else {
+    return 0;
+  }
+}
 
 template <class C>
 __device__ __forceinline__ Span span_of(const Problem& p, const Work& work) {

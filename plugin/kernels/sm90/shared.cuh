@@ -47,9 +47,9 @@ struct Shared {
     return reinterpret_cast<int*>(memory + C::kBarriersAt + 8 * C::kBarriers) + stage;
   }
 
-  __device__ __forceinline__ Item* item(int stage) const {
-    static_assert(sizeof(Item) == C::kItemBytes);
-    return reinterpret_cast<Item*>(memory + C::kItemsAt) + stage;
+  __device__ __forceinline__ ItemOf<C>* item(int stage) const {
+    static_assert(sizeof(Item) == C::kItemBytes && sizeof(ItemOf<C>) <= C::kItemBytes);
+    return reinterpret_cast<ItemOf<C>*>(memory + C::kItemsAt) + stage;
   }
 
   __device__ __forceinline__ Item* found(int place) const {

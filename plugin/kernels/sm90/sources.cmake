@@ -6,4 +6,7 @@ set(FLASHONNX_SM90_SOURCES
   kernels/sm90/dim96.cu
   kernels/sm90/dim128.cu
   kernels/sm90/dim192.cu
-  kernels/sm90/dim256.cu)
+  kernels/sm90/dim256.cu
+  kernels/sm90/gathered64.cu
+  kernels/sm90/gathered128.cu
+  kernels/sm90/gathered256.cu)
