@@ -170,7 +170,8 @@ class Consumer {
     bool has_biases;
     const int run = visible_run(marks, tile, &has_biases);
     if (!C::kGeneral) biased = has_biases;
-    return skips ? 0 : run;
+    // Scores may rise by any amount where a bias ends: a step without one counts on their maximum.
+    return skips || (!has_biases && has_bias(marks, tile + 1)) ? 0 : run;
   }
 
   // How many tiles from this one on are plain: they, and the values of the tiles after them, need
@@ -180,8 +181,9 @@ class Consumer {
     const int first_query = item().work.first_query + lane_here().group * 64;
     const int last_query = min(first_query + 63, queries_of<C>(p_, item()) - 1);
     const int begin = (span.range.lower(last_query) + C::kKeys - 1) / C::kKeys;
-    const int end =
-        min(span.range.upper(first_query) / C::kKeys, last_tile_ - (ends_early(span) ? 1 : 0));
+    // The first query has met a key before, too: plain steps count on a maximum.
+    const int end = min((span.range.upper(first_query) - 1) / C::kKeys,
+                        last_tile_ - (ends_early(span) ? 1 : 0));
     return tile < end ? tile - max(begin, span.first_tile) + 1 : 0;
   }
 
