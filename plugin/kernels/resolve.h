@@ -16,10 +16,10 @@ struct Part {
 
 // What is to be done before the kernel runs, and what it is then given.
 struct Resolved {
-  Params problem;                   // tensors that lie in the workspace have no data yet
-  bool concatenate = false;         // past and new rows have to be brought together
-  bool prepare = false;             // there is a cache or a ragged batch: see cache/prepare.h
-  Part keys, values;                // concatenated, where the caller has no use for them
+  Params problem;            // tensors that lie in the workspace have no data yet
+  bool concatenate = false;  // past and new rows have to be brought together
+  bool prepare = false;      // there is a cache or a ragged batch: see cache/prepare.h
+  Part keys, values;         // concatenated, where the caller has no use for them
   // A 0 follows the numbers of key_lengths and cu_seqlens_q, for a kernel to count with.
   Part key_lengths;                 // (B) int32: of the cache after this call
   Part cu_seqlens_q, cu_seqlens_k;  // (B + 1) int32: in order and range
