@@ -129,7 +129,8 @@ struct KeyBiases {
     return bias != 0.f;
   }
   __device__ __forceinline__ float* of(int tile) const {
-    const int half = kInstance == kKeyMask ? tile & 1 : tile % 2;  // ptxas makes the faster kernel of each
+    // Of either, ptxas makes the faster kernel.
+    const int half = kInstance == kKeyMask ? tile & 1 : tile % 2;
     return block.biases + half * C::kBiases;
   }
 };
