@@ -38,6 +38,7 @@ class Contender:
 
     backend: Backend
     status: str = ""  # why it is out; "" while it is in
+    problem: Problem | None = None  # kept, as runners may know no more than its tensors' addresses
     runner: Runner | None = None
     gate: Gate | None = None
     call: Callable[[], object] = lambda: None  # what is timed
@@ -139,7 +140,7 @@ def _prepare(contender: Contender, problem: Problem, gates: dict[bool, Gate], se
 
     backend = contender.backend
     _release(settings.device)
-    own = backend.problem(problem)
+    own = contender.problem = backend.problem(problem)
     contender.gate = gates.setdefault(own.mask is None, Gate(own))
     with torch.no_grad():
         contender.runner = runner = backend.prepare(own)
@@ -165,11 +166,12 @@ def _launches(contender: Contender, problem: Problem) -> Callable[[], Tensor]:
     """All launches of the workload in one call, whose output is the first one's."""
     assert contender.runner is not None
     launches, copies = problem.workload.launches, problem.workload.copies
-    runners = [contender.runner] + [contender.backend.prepare(problem.elsewhere()) for _ in range(copies - 1)]
+    problems = [problem] + [problem.elsewhere() for _ in range(copies - 1)]
+    runners = [contender.runner] + [contender.backend.prepare(other) for other in problems[1:]]
     for runner in runners[1:]:
         runner.run()
 
-    def call() -> Tensor:
+    def call(kept: object = problems) -> Tensor:
         outputs = [runners[i % copies].run() for i in range(launches)]
         return outputs[0]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +22,7 @@ from benchmarks import backends, correctness, problems, timing, workloads  # noq
 from benchmarks.backends.base import Backend, Runner, UnsupportedError  # noqa: E402
 from benchmarks.correctness import Gate, WrongAnswerError  # noqa: E402
 from benchmarks.environment import Ceilings, Environment  # noqa: E402
-from benchmarks.measure import Settings, measure  # noqa: E402
+from benchmarks.measure import Contender, Settings, _launches, measure  # noqa: E402
 from benchmarks.problems import Problem  # noqa: E402
 from benchmarks.results import MEASURED, Row  # noqa: E402
 from benchmarks.workloads import Workload  # noqa: E402
@@ -304,3 +306,28 @@ def test_every_backend_here_is_right(workload: Workload) -> None:
     assert not_measured == expected, [row.status for row in rows]
     assert {"ours", "ORT-ours", "ORT-Attention", "ORT-unfused"} <= {row.backend for row in rows}
     assert ("ours-unmasked" in {row.backend for row in rows}) == bool(workload.mask)
+
+
+def test_copies_are_kept() -> None:
+    """Launches that take copies in turn have them all, whatever a runner holds on to."""
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    class Forgetful(Backend):
+        name = "forgetful"
+
+        def unavailable(self, device: str) -> str | None:
+            return None
+
+        def prepare(self, problem: Problem) -> Runner:
+            seen.append(weakref.ref(problem.q))
+            out = problem.new_output()
+            return Runner(lambda: out)
+
+    workload = replace(TINY, launches=4, copies=3)
+    backend, problem = Forgetful(), problems.make(workload, "cpu")
+    contender = Contender(backend, runner=backend.prepare(problem))
+    call = _launches(contender, problem)
+    del problem
+    gc.collect()
+    assert len(seen) == 3 and all(tensor() is not None for tensor in seen)
+    call()
