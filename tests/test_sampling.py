@@ -78,3 +78,22 @@ def test_greedy_takes_the_first_of_the_greatest(dtype: Any) -> None:
     for how in (Draw(), Draw(1.0), Draw(1.0, 2), Draw(1.0, 0, 0.5)):
         with pytest.raises(FloatingPointError, match="NaN"):
             choose(np.array([0, np.nan, 1], dtype), how, random)
+
+
+@pytest.mark.parametrize("temperature", [1e-46, 1e-38])
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
+def test_temperatures_below_float32(temperature: float, top_p: float) -> None:
+    """As cold as it gets: the greatest."""
+    logits = np.array([1, 2, 33, 2.5], np.float32)
+    assert choose(logits, Draw(temperature, 0, top_p), np.random.default_rng(0)) == 2
+
+
+@pytest.mark.parametrize("bits", [[0x3C00, 0xFE00, 0x4200], [0xFE00, 0xBC00, 0xBD00], [0x3C00, 0x7E00, 0x4200]])
+def test_nan_of_either_sign(bits: list[int]) -> None:
+    with pytest.raises(FloatingPointError, match="finite"):
+        choose(np.array(bits, np.uint16).view(np.float16), Draw(), np.random.default_rng(0))
+
+
+@pytest.mark.parametrize("logits", [[-0.0, 0.0], [-3, -1, -2], [-3, 5, -2, 5], [0.0, -0.0, -1], [-2, -2]])
+def test_greatest_of_float16(logits: list[float]) -> None:
+    assert choose(np.array(logits, np.float16), Draw(), np.random.default_rng(0)) == np.argmax(logits)

@@ -169,6 +169,8 @@ class CacheAttention:
             present.type, present.name = pair.present.type, name
             pair.present.name = self.names.fresh(f"{name}_before")
             outputs = self.model.graph.outputs
+            if pair.present not in outputs:
+                raise CacheError(f"two attentions take the past keys or values '{pair.past.name}'")
             outputs[outputs.index(pair.present)] = present
 
     def _flat(self, builder: Builder, value: ir.Value | None) -> ir.Value | None:

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator
 
 import onnx_ir as ir
+from flashonnx.export.caches import rows
 from flashonnx.export.caches.assumed import assume, sizes_of
 from flashonnx.export.caches.merged import keep_branch_with_past
 from flashonnx.export.caches.operators import Cache, CacheAttention
@@ -58,9 +59,15 @@ def finish(model: ir.Model, kind: str) -> list[str]:
         new.append(_input("block_table", ir.DataType.INT32, [_name(batch), "pages_per_sequence"]))
     sources = [value for pair in found for value in (pair.past, pair.whole, pair.present)]
     attention = CacheAttention(model, facts, found, count, before)
+    mixed = rows.across(model, facts, count, {pair.whole for pair in found})
     attention.replace(new[0], new[1] if len(new) > 1 else None)
     places = PastLengths(model, facts, tokens, new[0], before)
     places.replace(sources)
+    if mixed is not None:
+        raise CacheError(
+            f"{mixed.op_type} '{mixed.name or mixed.outputs[0].name}' looks across the new tokens of a sentence "
+            f"('{count}'), outside of attention with a past: in a batch of uneven prompts it would see padding"
+        )
     bound = _most_positions(facts, places.positions)
     if bound is not None:
         model.metadata_props[MAX_POSITIONS] = str(bound)

@@ -112,17 +112,27 @@ def _follows(facts: Facts, node: ir.Node, wide: set[ir.Value], batch: Dim) -> bo
     if op == "Slice":
         given = facts.constant(node.inputs[3]) if len(node.inputs) > 3 else None
         rest = [] if given is None else [normal(int(axis), rank) for axis in given]
-        return True if rest and 0 not in rest and wide.isdisjoint(node.inputs[1:]) else None
+        whole = all(_is_number(facts, first, axis) for axis in rest)
+        return True if rest and 0 not in rest and whole and wide.isdisjoint(node.inputs[1:]) else None
     if op in ("Concat", "Gather", "Split"):
         axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 0
         is_whole = all(value in wide for value in node.inputs) if op == "Concat" else wide.isdisjoint(node.inputs[1:])
+        is_whole &= all(_is_number(facts, value, axis) for value in (node.inputs if op == "Concat" else (first,)))
         return True if is_whole and normal(axis, ranks[0] or 0) != 0 else None
     return None
+
+
+def _is_number(facts: Facts, value: ir.Value | None, axis: int) -> bool:
+    """Whether that axis has a size that all models have: not one of tokens, which belong to different positions."""
+    dims = facts.dims(value)
+    return dims is not None and dims[normal(axis, len(dims))].value is not None
 
 
 def _broadcast(facts: Facts, node: ir.Node, wide: set[ir.Value], batch: Dim, rank: int) -> bool | None:
     """Of operators whose inputs are broadcast: the first axes of wide ones must meet that of the output."""
     others = []
+    if node.op_type == "MatMul" and not _is_number(facts, node.inputs[0], -1):
+        return None
     for value in node.inputs:
         dims = facts.dims(value)
         assert dims is not None

@@ -26,12 +26,17 @@ _DEFAULT_IDS = 10
 
 @dataclass(frozen=True)
 class InputSpec:
-    """A graph input; `ids` bounds its integers if they index a table of that size."""
+    """A graph input.
+
+    `ids` bounds its integers if they index a table of that size; `tokens` is what they rise to if they say where the
+    sequences of a ragged batch end.
+    """
 
     name: str
     dtype: Any
     shape: tuple[int | str | None, ...]
     ids: int | None = None
+    tokens: int | str | None = None
 
 
 def input_specs(model: onnx.ModelProto) -> list[InputSpec]:
@@ -41,6 +46,7 @@ def input_specs(model: onnx.ModelProto) -> list[InputSpec]:
     graph = model.graph
     initializers = {tensor.name: tensor for tensor in graph.initializer}
     specs = []
+    ends = _ends(graph)
     for value in graph.input:
         if value.name in initializers:
             continue
@@ -49,8 +55,27 @@ def input_specs(model: onnx.ModelProto) -> list[InputSpec]:
             raise ValueError(f"verify: input '{value.name}' is not a tensor: pass inputs")
         shape = tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in kind.shape.dim)
         dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type))
-        specs.append(InputSpec(value.name, dtype, shape, _table_size(value.name, graph, initializers)))
+        ids = _table_size(value.name, graph, initializers)
+        specs.append(InputSpec(value.name, dtype, shape, ids, ends.get(value.name)))
     return specs
+
+
+def _ends(graph: onnx.GraphProto) -> dict[str, int | str]:
+    """For inputs that say where sequences end, the number of their tokens."""
+    values = {value.name: value.type.tensor_type.shape.dim for value in (*graph.input, *graph.value_info)}
+    origin = {value.name: value.name for value in graph.input}
+    found: dict[str, int | str] = {}
+    for node in graph.node:
+        if node.op_type in ("Cast", "Identity") and node.input[0] in origin:
+            origin[node.output[0]] = origin[node.input[0]]
+        if node.op_type != "FlashAttentionVarlen":
+            continue
+        for tokens, ends in ((0, 3), (1, 4)):  # of Q and of K
+            name = origin.get(node.input[ends]) if ends < len(node.input) else None
+            dims = values.get(node.input[tokens])
+            if name is not None and dims:
+                found[name] = dims[0].dim_value if dims[0].HasField("dim_value") else dims[0].dim_param
+    return found
 
 
 def _table_size(name: str, graph: onnx.GraphProto, initializers: Mapping[str, onnx.TensorProto]) -> int | None:
@@ -100,11 +125,24 @@ def generate(
         sizes = {n: v if isinstance(v, int) else v[case] for n, v in known.items()}
         others = itertools.count(length, step)
         first = {spec.shape[0] for spec in specs if spec.shape}
+        ends = {spec.shape[0] for spec in specs if spec.tokens is not None}
+        tokens = {name for spec in specs if isinstance(spec.tokens, str) for name in names_in(spec.tokens)}
         for symbol in free:
-            sizes[symbol] = batch if symbol in first and is_batch(symbol, specs) else next(others)
+            if symbol in ends:
+                sizes[symbol] = batch + 1
+            else:
+                entries = symbol in first and symbol not in tokens and is_batch(symbol, specs)
+                sizes[symbol] = batch if entries else next(others)
         rng = np.random.default_rng(_SEED + case)
         left = case == number - 1 and number > 1
-        yield sizes, {spec.name: _values(spec, _shape(spec, sizes, batch, length), rng, left) for spec in specs}
+        feeds = {}
+        for spec in specs:
+            shape = _shape(spec, sizes, batch, length)
+            total = evaluate(spec.tokens, sizes, spec.name) if isinstance(spec.tokens, str) else spec.tokens
+            feeds[spec.name] = (
+                _values(spec, shape, rng, left) if total is None else _rising(shape[0], total, rng).astype(spec.dtype)
+            )
+        yield sizes, feeds
 
 
 def symbols_of(specs: Sequence[InputSpec]) -> list[str]:
@@ -186,6 +224,13 @@ def _integers(spec: InputSpec, shape: tuple[int, ...], rng: np.random.Generator)
     if "len" in name:
         return rng.integers(1, 8, shape)
     return rng.integers(0, spec.ids or _DEFAULT_IDS, shape)
+
+
+def _rising(count: int, total: int, rng: np.random.Generator) -> Array:
+    """Ends of count - 1 sequences of uneven lengths, that of 0 tokens among them if there are many."""
+    if count < 2:
+        return np.zeros(count, np.int64)
+    return np.concatenate([[0], np.sort(rng.integers(1, total + 1, count - 2)), [total]])
 
 
 def _padding(batch: int, length: int, left: bool) -> Array:

@@ -43,7 +43,9 @@ def choose(logits: NDArray[Any], how: Draw, random: np.random.Generator) -> int:
         raise FloatingPointError("Generator: the model's logits are expected to be finite, got NaN or infinity")
     if not how.temperature:
         return greatest
-    scaled = (logits - logits[greatest]) / np.float32(how.temperature)
+    temperature = max(np.float32(how.temperature), np.finfo(np.float32).tiny)  # smaller ones would become 0
+    with np.errstate(over="ignore"):
+        scaled = (logits - logits[greatest]) / temperature
     kept = _greatest_few(scaled, how.top_k) if 0 < how.top_k < len(scaled) else None
     weights = np.exp(scaled if kept is None else scaled[kept])
     if how.top_p < 1:
@@ -56,14 +58,17 @@ def choose(logits: NDArray[Any], how: Draw, random: np.random.Generator) -> int:
 def _greatest(logits: NDArray[Any]) -> int:
     """Where the greatest is, of equal ones the first.
 
-    NumPy compares float16 slowly. Their bits as integers are in the order of the numbers if these are positive, and in
-    the opposite one if they are negative.
+    NumPy compares float16 slowly. Their bits as integers are in the order of the numbers if these are positive, NaN
+    last; negative ones have greater bits, if these are unsigned, in the opposite order, and NaN last again.
     """
     if logits.dtype != np.float16:
         return int(logits.argmax())
     bits = logits.view(np.int16)
     greatest = int(bits.argmax())
-    return greatest if bits[greatest] >= 0 else int(bits.argmin())
+    if bits[greatest] > 0:
+        least = int(bits.view(np.uint16).argmax())  # of negative numbers, NaN among them
+        return least if np.isnan(logits[least]) else greatest
+    return int(logits.astype(np.float32).argmax())  # rare: none is positive
 
 
 def _greatest_few(x: NDArray[np.float32], count: int) -> NDArray[np.intp]:

@@ -275,3 +275,41 @@ def test_images_of_qwen2_vl(tmp_path: Path) -> None:
         with torch.no_grad():
             want = tower(inputs[0], grid).pooler_output.numpy()
         np.testing.assert_allclose(run(path, *inputs), want, atol=2e-5)
+
+
+def test_arguments_that_contradict_each_other() -> None:
+    q, ends = torch.randn(7, 2, 8), torch.tensor([0, 3, 7])
+    with pytest.raises(ValueError, match=r"'cu_seqlens_k' is expected to have .* got 2 beside 3"):
+        torch.ops.flashonnx.attention_varlen(q, q, q, ends, torch.tensor([0, 7]))
+    with pytest.raises(ValueError, match=r"'cu_seqlens_q' is expected to have"):
+        torch.ops.flashonnx.attention_varlen(q, q, q, ends[:0])
+    with pytest.raises(ValueError, match="'scale' is expected to be positive"):
+        torch.ops.flashonnx.attention_varlen(q, q, q, ends, scale=1e-50)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16])
+def test_sinks_in_another_type(kind: torch.dtype) -> None:
+    """The library is given float32, which has to outlive the call."""
+    q, ends, sinks = torch.randn(7, 4, 64).to(kind), torch.tensor([0, 3, 7]), torch.tensor([1.0, 2, 3, 4])
+    op = torch.ops.flashonnx.attention_varlen
+    for _ in range(5):
+        assert torch.equal(op(q, q, q, ends, None, sinks.half()), op(q, q, q, ends, None, sinks))
+
+
+def test_verify_draws_ends(tmp_path: Path) -> None:
+    """A packed model that is wrong is told from the right one, by inputs that are drawn."""
+
+    class Packed(torch.nn.Module):
+        def __init__(self, causal: bool) -> None:
+            super().__init__()
+            self.causal = causal
+
+        def forward(self, q: Any, k: Any, v: Any, cu: Any) -> Any:
+            return torch.ops.flashonnx.attention_varlen(q, k, v, cu, is_causal=self.causal)
+
+    given = *(torch.randn(13, 2, 8) for _ in range(3)), torch.tensor([0, 3, 13], dtype=torch.int32)
+    axes = (*({0: "tokens"} for _ in range(3)), {0: "ends"})
+    for causal in (True, False):
+        flashonnx.export_onnx(Packed(causal).eval(), given, tmp_path / f"{causal}.onnx", dynamic_shapes=axes)
+    assert flashonnx.verify(tmp_path / "True.onnx", tmp_path / "True.onnx").ok
+    assert not flashonnx.verify(tmp_path / "True.onnx", tmp_path / "False.onnx").ok

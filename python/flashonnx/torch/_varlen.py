@@ -36,10 +36,11 @@ def _run(
     of_queries = cu_seqlens_q.int()
     of_keys = of_queries if cu_seqlens_k is None else cu_seqlens_k.int()
     q, k, v = (_dense_rows(x) for x in (query, key, value))
+    logits = None if sinks is None else sinks.float()  # kept until the library has run: it knows the address alone
     library = _library()
     params = varlen_params(
         library, _device(query.device.type, query.device.index or 0), q, k, v, y, of_queries, of_keys,
-        sinks=None if sinks is None else sinks.float(), window_left=left_window_size, window_right=right_window_size,
+        sinks=logits, window_left=left_window_size, window_right=right_window_size,
         **options,
     )  # fmt: skip
     workspace = torch.empty(library.workspace(params), dtype=torch.uint8, device=query.device)
@@ -68,7 +69,8 @@ def _empty(
         ValueError: they contradict each other.
     """
     check_numbers(softcap, left_window_size, right_window_size, "zero", False)
-    if scale is not None and not 0 < scale < float("inf"):
+    # As float32 has it: what rounds to 0 there would mean the default.
+    if scale is not None and not 2.0**-149 <= scale < 2.0**128:
         raise ValueError(f"{VARLEN}: attribute 'scale' is expected to be positive and finite, got {scale:g}")
     for name, x in (("Q", query), ("K", key), ("V", value)):
         if x.ndim != 3 or x.dtype not in FLOATS or x.dtype != query.dtype or x.device != query.device:
@@ -87,6 +89,11 @@ def _empty(
             raise ValueError(
                 f"{VARLEN}: input '{name}' is expected to be (sequences + 1,) int32 beside Q, got {tuple(x.shape)} of "
                 f"{x.dtype} on {x.device}"
+            )
+        if x.shape[0] < 1 or x.shape != cu_seqlens_q.shape:
+            raise ValueError(
+                f"{VARLEN}: input '{name}' is expected to have one number more than there are sequences, as many as "
+                f"cu_seqlens_q, got {x.shape[0]} beside {cu_seqlens_q.shape[0]}"
             )
     if sinks is not None and sinks.shape != (query.shape[1],):
         raise ValueError(f"{VARLEN}: input 'sinks' is expected to be ({query.shape[1]},), got {tuple(sinks.shape)}")
