@@ -122,8 +122,17 @@ def collected() -> set[str]:
     """The ids of all tests that the table may name."""
     here = Path(__file__).parent
     files = sorted({name.split("::")[0] for names in FAULTS.values() for name in names if "::" in name} | {SEAM, ORT})
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "slow or not slow", *files]
-    done = subprocess.run(command, cwd=here, capture_output=True, text=True, env=os.environ, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-q",
+        "-m",
+        "slow or not slow",
+        *(f"{here.name}/{x}" for x in files),
+    ]
+    done = subprocess.run(command, cwd=here.parent, capture_output=True, text=True, env=os.environ, check=False)
     assert done.returncode == 0, done.stdout[-2000:]
     return {line.removeprefix("tests/") for line in done.stdout.splitlines() if "::" in line}
 

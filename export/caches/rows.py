@@ -43,7 +43,7 @@ def _takes_tokens(facts: Facts, node: ir.Node, count: Dim) -> bool:
     if op == "Conv":
         return count in dims[2:]
     if op.startswith("Reduce") or op == "CumSum":
-        axes = axes_of(facts, node) if op != "CumSum" else facts.ints(node.inputs[1])
+        axes = axes_of(facts, node) if op != "CumSum" else _constants(facts, node.inputs[1])
         return count in (dims if not axes else [dims[normal(int(a), len(dims))] for a in axes])
     if op == "Slice":
         after = facts.dims(node.outputs[0])
@@ -55,6 +55,12 @@ def _takes_tokens(facts: Facts, node: ir.Node, count: Dim) -> bool:
         joined = [facts.dims(value) for value in node.inputs] if op == "Concat" else [dims]
         return any(x is not None and len(x) and x[normal(axis, len(x))] == count for x in joined)
     return False
+
+
+def _constants(facts: Facts, value: ir.Value | None) -> list[int]:
+    """The numbers of a constant; none of what is none."""
+    given = facts.constant(value) if value is not None else None
+    return [] if given is None else [int(x) for x in given.flat]
 
 
 def _cuts(facts: Facts, node: ir.Node, dims: tuple[Dim, ...], count: Dim) -> bool:
