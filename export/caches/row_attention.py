@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import onnx_ir as ir
-from flashonnx.export.caches.row_axes import Axes, Free, MixedError, Rows
+from flashonnx.export.caches.row_axes import Axes, Free, MixedError, Rows, repeats
+from flashonnx.export.layout.factors import Factor
 from flashonnx.export.operator import schema
 from flashonnx.export.operator.cache_schema import CACHE_INPUTS
 from flashonnx.export.rules.contributed import DOMAIN as MICROSOFT
@@ -35,21 +36,17 @@ def attention(rows: Rows, node: ir.Node) -> Axes:
         raise MixedError("its triangle or window ends at the last key, which may be padding")
     _masked(rows, given.get("attn_mask"), among)
     made = [rows.of_output(node, at) for at in range(len(rows.dims(node.outputs[0])))]
-    made[0] = query[0]
-    if among:
-        made[2 if len(made) == 4 else 1] = (rows.tokens,)
+    made[0], made[-2] = query[0], query[-2 if layout == "separate" else 1]  # in three dimensions as in four
     return tuple(made)
 
 
 def _masked(rows: Rows, mask: ir.Value | None, among: bool) -> None:
-    """(batch, heads, queries, keys)."""
+    """Requires that a mask is (batch, heads, queries, keys)."""
     if mask is None or isinstance(rows.state(mask), Free):
         return
-    axes = ((),) * (4 - len(rows.axes(mask))) + rows.axes(mask)
-    expected: list[tuple[Axes, ...]] = [((rows.batch,),), (), ((rows.tokens,),), ((rows.tokens,),) if among else ()]  # type: ignore[list-item]
-    for axis, known in zip(axes, expected, strict=True):
-        if rows.is_labelled(axis) and axis not in known:
-            raise MixedError("its mask has tokens or sentences where it is expected to have others")
+    axes = rows.axes(mask)
+    keys = [rows.tokens] if among else []
+    _at(rows, mask, ((),) * (4 - len(axes)) + axes, [[rows.batch], [], [rows.tokens], keys])
 
 
 def _lies(rows: Rows, value: ir.Value | None, separate: bool = True) -> bool:
@@ -59,12 +56,21 @@ def _lies(rows: Rows, value: ir.Value | None, separate: bool = True) -> bool:
         MixedError: it has them elsewhere.
     """
     axes = rows.axes(value)
+    if len(axes) < 2:
+        raise MixedError(f"'{value.name if value is not None else ''}' has fewer than two dimensions")
+    expected: list[list[Factor]] = [[] for _ in axes]
     place = 2 if len(axes) == 4 and separate else 1
-    for index, axis in enumerate(axes):
-        expected = {0: rows.batch, place: rows.tokens}.get(index)
-        if rows.is_labelled(axis) and (expected is None or axis != (expected,)):
-            raise MixedError(f"'{value.name if value is not None else ''}' has tokens or sentences among other axes")
+    expected[0], expected[place] = [rows.batch], [rows.tokens]
+    _at(rows, value, axes, expected)
     return axes[place] == (rows.tokens,)
+
+
+def _at(rows: Rows, value: ir.Value | None, axes: Axes, expected: list[list[Factor]]) -> None:
+    for axis, known in zip(axes, expected, strict=True):
+        is_other = rows.is_labelled(axis) and (len(axis) > 1 or axis[0] not in known)
+        if is_other or (rows.batch in known and axis and not rows.is_labelled(axis) and not repeats(axis)):
+            name = value.name if value is not None else ""
+            raise MixedError(f"'{name}' has tokens or sentences along other axes than attention")
 
 
 def cached_attention(rows: Rows, node: ir.Node) -> Axes:
@@ -86,6 +92,8 @@ def rotary(rows: Rows, node: ir.Node) -> Axes:
     """Each token turned by its position."""
     axes = rows.axes(node.inputs[0])
     _lies(rows, node.inputs[0])
+    if integer(node, "is_packed_batching"):
+        raise MixedError("its tokens are packed")
     others = [node.inputs[1]] if node.domain == MICROSOFT else [*node.inputs[1:4]]
     rows.free(*node.inputs[2:] if node.domain == MICROSOFT else ())
     for value in others:

@@ -154,12 +154,19 @@ class Rows:
         dims = self.dims(value)
         array = self.facts.constant(value, limit=_READ) if self.batch.size in dims else None
         return tuple(
-            () if size == 1 else (Factor(size, repeats=array is not None and bool((array == array[(slice(None),) * at + (slice(1),)]).all())),)
+            ()
+            if size == 1
+            else (
+                Factor(
+                    size, repeats=array is not None and bool((array == array[(slice(None),) * at + (slice(1),)]).all())
+                ),
+            )
             for at, size in enumerate(dims)
         )
 
     def free(self, *values: ir.Value | None) -> None:
-        """
+        """Requires values that are the same for all tokens.
+
         Raises:
             MixedError: one of `values` has to do with tokens or their number.
         """
@@ -168,7 +175,7 @@ class Rows:
                 raise MixedError(f"'{value.name}' is expected to be the same for all tokens")
 
     def whole(self, axes: Axes, *places: int) -> None:
-        """What an operator does along `places` is not along sentences or tokens.
+        """Requires that what an operator does along `places` is not along sentences or tokens.
 
         Raises:
             MixedError: it is.
@@ -185,30 +192,28 @@ class Rows:
         Raises:
             MixedError: the batch or the tokens of one meet something else of another.
         """
-        given = [(self.axes(value), isinstance(self.state(value), Free)) for value in values if value is not None]
-        return self.met(given)
+        return self.met([self.axes(value) for value in values if value is not None])
 
-    def met(self, given: Sequence[tuple[Axes, bool]]) -> Axes:
-        """The same of axes, and whether these are a constant's."""
-        rank = max(len(axes) for axes, _ in given)
+    def met(self, given: Sequence[Axes]) -> Axes:
+        """The same of axes."""
+        rank = max(map(len, given))
         return tuple(
-            self._meet([(axes[place], is_free) for axes, is_free in given if len(axes) >= -place and axes[place]])
+            self._meet([axes[place] for axes in given if len(axes) >= -place and axes[place]])
             for place in range(-rank, 0)
         )
 
-    def _meet(self, parts: list[tuple[Axis, bool]]) -> Axis:
-        labelled = [axis for axis, _ in parts if self.is_labelled(axis)]
+    def _meet(self, parts: list[Axis]) -> Axis:
+        """Any axis may meet as many tokens, one that is the same for each so many sentences."""
+        labelled = [axis for axis in parts if self.is_labelled(axis)]
         if not labelled:
-            varied = [axis for axis, _ in parts if not all(factor.repeats for factor in axis)]
-            return varied[0] if varied else parts[0][0] if parts else ()
+            varied = [axis for axis in parts if not repeats(axis)]
+            return varied[0] if varied else parts[0] if parts else ()
         expected = self._runs(labelled[0])
-        for axis, is_free in parts:
+        for axis in parts:
             if self.is_labelled(axis):
                 if self._runs(axis) != expected:
                     raise MixedError(f"axes {_text(axis)} and {_text(labelled[0])} meet")
-            elif _size(axis) != _size(labelled[0]) or not (
-                all(factor.repeats for factor in axis) or (is_free and self.batch not in labelled[0])
-            ):
+            elif _size(axis) != _size(labelled[0]) or (self.batch in labelled[0] and not repeats(axis)):
                 raise MixedError(f"an axis of {_size(axis)} meets that of {self._names(labelled[0])}")
         return labelled[0]
 
@@ -225,11 +230,14 @@ class Rows:
         return runs
 
     def _names(self, axis: Axis) -> str:
-        names = [what for factor, what in ((self.batch, "the batch"), (self.tokens, "the new tokens")) if factor in axis]
+        names = [
+            what for factor, what in ((self.batch, "the batch"), (self.tokens, "the new tokens")) if factor in axis
+        ]
         return f"{' and '.join(names)} ({_size(axis)})"
 
     def reshaped(self, value: ir.Value | None, dims: Dims) -> Axes:
-        """
+        """The axes in another shape.
+
         Raises:
             MixedError: the batch or the tokens would be cut, or sizes are not known to fit.
         """
@@ -241,6 +249,11 @@ class Rows:
         if [factor for axis in made.axes for factor in axis if self.is_labelled((factor,))] != labels:
             raise MixedError(f"it cuts the axis of the new tokens or the batch: {_sizes(axes)} to {_dims(dims)}")
         return made.axes
+
+
+def repeats(axis: Axis) -> bool:
+    """Whether it is the same all along."""
+    return all(factor.repeats for factor in axis)
 
 
 def _size(axis: Axis) -> Dim:

@@ -33,26 +33,22 @@ def _matmul(rows: Rows, node: ir.Node) -> Axes:
     if any(integer(node, name) for name in ("transA", "transB", "transBatchA", "transBatchB")):
         raise MixedError("its operands are turned")
     rows.free(*node.inputs[2:])
-    given = [(rows.axes(value), isinstance(rows.state(value), Free)) for value in node.inputs[:2]]
-    (a, _), (b, _) = given
+    a, b = map(rows.axes, node.inputs[:2])
     if len(a) < 2 or len(b) < 2:
         raise MixedError("it multiplies a vector")
     rows.whole(a, -1)
     rows.whole(b, -2)
-    batch = rows.met([(axes[:-2], is_free) for axes, is_free in given])
-    return (*batch, a[-2], b[-1])
+    return (*rows.met([a[:-2], b[:-2]]), a[-2], b[-1])
 
 
 def _gemm(rows: Rows, node: ir.Node) -> Axes:
     turned = [integer(node, name) for name in ("transA", "transB")]
-    a, b = (
-        axes[::-1] if turn else axes for axes, turn in zip(map(rows.axes, node.inputs[:2]), turned, strict=True)
-    )
+    given = zip(map(rows.axes, node.inputs[:2]), turned, strict=True)
+    a, b = (axes[::-1] if turn else axes for axes, turn in given)
     rows.whole(a, -1)
     rows.whole(b, -2)
     if len(node.inputs) > 2 and node.inputs[2] is not None:
-        bias = node.inputs[2]
-        return rows.met([((a[0], b[1]), False), (rows.axes(bias), isinstance(rows.state(bias), Free))])
+        return rows.met([(a[0], b[1]), rows.axes(node.inputs[2])])
     return a[0], b[1]
 
 
@@ -69,12 +65,12 @@ def _einsum(rows: Rows, node: ir.Node) -> Axes:
     if "->" not in equation or "." in equation:
         raise MixedError(f"its equation is {equation}")
     left, right = equation.split("->")
-    given: dict[str, list[tuple[Axes, bool]]] = {}
+    given: dict[str, list[Axes]] = {}
     for labels, value in zip(left.split(","), node.inputs, strict=True):
         if len(set(labels)) < len(labels):
             raise MixedError(f"its equation is {equation}")
         for label, axis in zip(labels, rows.axes(value), strict=True):
-            given.setdefault(label, []).append(((axis,), isinstance(rows.state(value), Free)))
+            given.setdefault(label, []).append((axis,))
     met = {label: rows.met(axes) for label, axes in given.items()}
     for label in met.keys() - set(right):
         rows.whole(met[label], 0)
@@ -222,8 +218,7 @@ def _concat(rows: Rows, node: ir.Node) -> Axes:
     axis = normal(integer(node, "axis"), len(given[0]))
     for axes in given:
         rows.whole(axes, axis)
-    free = [isinstance(rows.state(value), Free) for value in node.inputs]
-    met = rows.met([((*axes[:axis], (), *axes[axis + 1 :]), f) for axes, f in zip(given, free, strict=True)])
+    met = rows.met([(*axes[:axis], (), *axes[axis + 1 :]) for axes in given])
     return (*met[:axis], rows.of_output(node, axis), *met[axis + 1 :])
 
 
@@ -324,7 +319,6 @@ RULES: dict[tuple[str, str], Rule] = {
     **{("", name): _same for name in _UNARY.split()},
     **{("", name): _elementwise for name in _BINARY.split()},
     **{("", f"Reduce{name}"): _reduced for name in _REDUCED.split()},
-    **{("", name): _matmul for name in ("MatMul", "MatMulInteger")},
     **{("", name): _softmax for name in ("Softmax", "LogSoftmax", "Hardmax")},
     **{("", name): _normalized for name in ("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization")},
     **{("", name): _along(0, keeps=False) for name in ("ArgMax", "ArgMin")},
@@ -342,6 +336,7 @@ RULES: dict[tuple[str, str], Rule] = {
     ("", "GatherND"): _gathernd,
     ("", "Gemm"): _gemm,
     ("", "LpNormalization"): _along(-1),
+    ("", "MatMul"): _matmul,
     ("", "Range"): _range,
     ("", "Reshape"): _reshape,
     ("", "RotaryEmbedding"): rotary,

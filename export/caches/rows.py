@@ -13,7 +13,7 @@ import onnx_ir as ir
 from flashonnx.export.caches.pairs import CacheError, read_by
 from flashonnx.export.caches.row_axes import Apart, Counted, Free, Mixed, MixedError, Rows, State
 from flashonnx.export.caches.row_rules import RULES
-from flashonnx.export.values.facts import Facts
+from flashonnx.export.values.facts import MALFORMED, Facts
 
 _SIZES = frozenset(["Shape", "Size"])
 
@@ -52,8 +52,8 @@ def _sentence(rows: Rows, mixed: Mixed) -> str:
     kind = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
     return (
         f"{kind} '{node.name or node.outputs[0].name}' looks across the new tokens of a sentence "
-        f"('{rows.tokens.size}') or from one sentence at another, outside of attention with a past, or nothing shows "
-        f"that it does not ({mixed.reason}): in a batch of uneven prompts it would see padding"
+        f"('{rows.tokens.size}') or the sentences, outside of attention with a past, or may do: {mixed.reason}. In a "
+        "batch of uneven prompts it would see padding"
     )
 
 
@@ -62,10 +62,11 @@ def _states(rows: Rows, node: ir.Node) -> list[State]:
     given = [rows.state(value) for value in read_by(node)]
     mixed = [state for state in given if isinstance(state, Mixed)]
     if mixed:
-        return mixed[:1] * len(node.outputs)
+        return [mixed[0] for _ in node.outputs]
     is_apart = any(isinstance(state, Apart) for state in given)
-    if not is_apart or (not node.domain and node.op_type in _SIZES):
-        states = [_number(rows, value) for value in node.outputs]
+    is_size = not node.domain and node.op_type in _SIZES
+    if is_size or not is_apart:
+        states = [_number(rows, value) or (Counted() if is_size else None) for value in node.outputs]
         if all(state is not None for state in states):
             return [state for state in states if state is not None]
     try:
@@ -73,7 +74,7 @@ def _states(rows: Rows, node: ir.Node) -> list[State]:
     except MixedError as error:
         is_counted = any(isinstance(state, Counted) for state in given)
         made = Mixed(node, str(error)) if is_apart else Counted() if is_counted else Free()
-        return [made] * len(node.outputs)
+        return [made for _ in node.outputs]
 
 
 def _number(rows: Rows, value: ir.Value) -> State | None:
@@ -86,7 +87,10 @@ def _by_rule(rows: Rows, node: ir.Node) -> list[State]:
     rule = RULES.get((node.domain, node.op_type))
     if rule is None:
         raise MixedError("it is not among the operators that are known here")
-    made = rule(rows, node)
+    try:
+        made = rule(rows, node)
+    except MALFORMED as error:
+        raise MixedError("its inputs or attributes are not those that are known here") from error
     if not isinstance(made, list):
         made = [made]
     made += [None] * (len(node.outputs) - len(made))

@@ -123,6 +123,19 @@ def test_sentences_padded_on_the_left(name: str, exported: Any) -> None:
         tokens = want.argmax(-1)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_fused_before(name: str, exported: Any) -> None:
+    """A file that was fused without caches gets them; one that has them is refused as what it is."""
+    original = exported(name, WAYS[1])
+    fused, _ = fuse(original)
+    cached, report = fuse(fused, kv_cache="static")
+    assert report.fused == 2
+    assert {node.op_type for node in nodes(cached)} == {"FlashAttentionKVCache"}
+    check(original, cached)
+    with pytest.raises(ValueError, match=r"reads and writes a cache already: the file has the inputs"):
+        fuse(cached, kv_cache="static")
+
+
 def test_merged_decoders(exported: Any) -> None:
     """An If between the decoder with a past and the one for prompts: the first alone does both."""
     original = exported("gpt2", WAYS[1])
