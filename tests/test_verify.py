@@ -291,6 +291,28 @@ def test_generated_inputs() -> None:
         list(generate(odd, None))
 
 
+@pytest.mark.parametrize(
+    ("mask", "past", "implied"),
+    [
+        ("attention_mask", "past_key_values.0.key", True),
+        ("decoder_attention_mask", "past_key_values.0.decoder.key", True),
+        ("encoder_attention_mask", "past_key_values.0.decoder.key", False),
+        ("attention_mask", "past_key_values.0.encoder.key", False),
+    ],
+)
+def test_generated_masks_of_past_and_new_keys(mask: str, past: str, implied: bool) -> None:
+    """An axis of the mask's own is their sum, unless a value is given for it, or it is that of an encoder."""
+    specs = [
+        InputSpec("input_ids", np.dtype("int64"), ("batch", "new")),
+        InputSpec(mask, np.dtype("int64"), ("batch", "total")),
+        InputSpec(past, np.dtype("float32"), ("batch", 2, "past", 8)),
+    ]
+    for sizes, feeds in generate(specs, {"new": [1, 5], "past": [4, 7]}):
+        assert (feeds[mask].shape[1] == sizes["past"] + sizes["new"]) == implied
+    ((_, feeds),) = generate(specs, {"new": [2], "past": [3], "total": [9]})
+    assert feeds[mask].shape[1] == 9
+
+
 def test_agreement_on_nothing_is_none() -> None:
     """No outputs; only NaN; only rows before the first token: there is no verdict on these."""
     empty = plain()

@@ -21,6 +21,8 @@ Feeds = dict[str, Array]
 # lengths.
 _SHAPES = ((2, 16, 0), (1, 33, 0), (3, 130, 0), (2, 19, 5))
 _SEED = 20
+_MASKS = ("attention_mask", "decoder_attention_mask")
+_TOKENS = ("input_ids", "inputs_embeds")
 _DEFAULT_IDS = 10
 
 
@@ -118,21 +120,19 @@ def generate(
         raise ValueError(
             f"verify: dims is expected to list equally many values for each dimension, got {sorted(counts)}"
         )
-    free = [s for s in symbols if s not in known]
+    implied = {name: size for name, size in sums(specs).items() if name not in known}
+    free = [s for s in symbols if s not in known and s not in implied]
     number = counts.pop() if counts else len(_SHAPES) if free else 1
     for case in range(number):
         batch, length, step = _SHAPES[case % len(_SHAPES)]
         sizes = {n: v if isinstance(v, int) else v[case] for n, v in known.items()}
         others = itertools.count(length, step)
-        first = {spec.shape[0] for spec in specs if spec.shape}
-        ends = {spec.shape[0] for spec in specs if spec.tokens is not None}
-        tokens = {name for spec in specs if isinstance(spec.tokens, str) for name in names_in(spec.tokens)}
         for symbol in free:
-            if symbol in ends:
+            if is_ends(symbol, specs):
                 sizes[symbol] = batch + 1
             else:
-                entries = symbol in first and symbol not in tokens and is_batch(symbol, specs)
-                sizes[symbol] = batch if entries else next(others)
+                sizes[symbol] = batch if is_batch(symbol, specs) else next(others)
+        sizes |= {name: evaluate(size, sizes, name) for name, size in implied.items()}
         rng = np.random.default_rng(_SEED + case)
         left = case == number - 1 and number > 1
         feeds = {}
@@ -150,9 +150,32 @@ def symbols_of(specs: Sequence[InputSpec]) -> list[str]:
     return list(dict.fromkeys(d for spec in specs for d in spec.shape if isinstance(d, str) and d.isidentifier()))
 
 
+def is_ends(symbol: str, specs: Sequence[InputSpec]) -> bool:
+    """A dimension that counts where sequences of packed tokens end: one more than these."""
+    return any(spec.tokens is not None and spec.shape[0] == symbol for spec in specs)
+
+
 def is_batch(symbol: str, specs: Sequence[InputSpec]) -> bool:
-    """A dimension that is only ever the first one."""
-    return not any(symbol in spec.shape[1:] for spec in specs)
+    """A dimension that is only ever the first one, and none of packed tokens or their ends."""
+    tokens = {name for spec in specs if isinstance(spec.tokens, str) for name in names_in(spec.tokens)}
+    later = any(symbol in spec.shape[1:] for spec in specs)
+    return not later and symbol not in tokens and not is_ends(symbol, specs)
+
+
+def sums(specs: Sequence[InputSpec]) -> dict[str, str]:
+    """What dimensions of masks are that have a name of their own: past and new keys, of a decoder that has both."""
+    pasts = [spec.shape[2] for spec in specs if len(spec.shape) == 4 and _is_past(spec.name)]
+    new = [spec.shape[1] for spec in specs if len(spec.shape) in (2, 3) and spec.name.endswith(_TOKENS)]
+    masks = [spec for spec in specs if spec.name in _MASKS and len(spec.shape) == 2]
+    others = {size for spec in specs if spec not in masks for size in spec.shape}
+    if len(set(pasts)) != 1 or len(set(new)) != 1 or None in (pasts[0], new[0]):
+        return {}
+    keys = {spec.shape[1] for spec in masks} - others
+    return {size: f"{pasts[0]} + {new[0]}" for size in keys if isinstance(size, str) and size.isidentifier()}
+
+
+def _is_past(name: str) -> bool:
+    return "past" in name and ".encoder." not in name
 
 
 def _shape(spec: InputSpec, sizes: Mapping[str, int], batch: int, length: int) -> tuple[int, ...]:
