@@ -208,8 +208,8 @@ def _slice_size(size: Dim, start: Dim, end: Dim, step: Dim) -> Dim | None:
     if start.value is None and is_positive_or_zero(-start) and end.value is not None and end.value >= 2**31 - 1:
         return minimum(size, -start)  # the last ones, as many as a size says
     if start != 0:
-        to_end = end.value is not None and end.value >= 2**31 - 1
-        return size - start if to_end and all(map(is_positive_or_zero, (start, size - start))) else None
+        end = size if end.value is not None and end.value >= 2**31 - 1 else end
+        return end - start if all(map(is_positive_or_zero, (start, end - start, size - end))) else None
     if end.value is not None:
         if end.value >= 2**31 - 1:
             return size

@@ -243,7 +243,7 @@ SIZES: dict[str, dict[str, int]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 60))])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_taken_is_right(sizes: str, seed: int) -> None:
     drawn = Drawn(seed, SIZES[sizes])
