@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,11 @@ WAYS = (
 )
 EVERYDAY = {("llama", WAYS[1]), ("gpt2", WAYS[4]), ("llama", WAYS[2])}
 MODELS = ("llama", "qwen2", "qwen3", "gemma", "phi", "gpt_neox", "gpt2", "opt")
+MORE = ("mixtral", "falcon", "cohere", "olmo2", "stablelm", "gptj", "gpt_bigcode", "phi3")  # experts among them
 EACH = [
     pytest.param(name, way, id=f"{name}-{way}", marks=[] if (name, way) in EVERYDAY else pytest.mark.slow)
-    for name in MODELS
-    for way in WAYS
+    for name, way in (*itertools.product(MODELS, WAYS), *itertools.product(MORE, WAYS[:2]))
+    if (name, way) != ("cohere", WAYS[1])  # which TorchScript cannot export
 ]
 
 
@@ -96,7 +98,8 @@ def test_the_same_at_every_step(name: str, way: Way, exported: Any) -> None:
     assert original.SerializeToString() == before
     assert report.fused == report.total == 2
     assert {node.op_type for node in nodes(fused)} == {"FlashAttentionKVCache"}
-    assert not {"Softmax", "Where", "Trilu", "CumSum"} & op_types(fused), "no masks are left"
+    routing = {"Softmax", "Where"} if name == "mixtral" else set()
+    assert not ({"Softmax", "Where", "Trilu", "CumSum"} - routing) & op_types(fused), "no masks are left"
     inputs = [value.name for value in fused.graph.input]
     assert inputs[:3] == ["input_ids", "cache_lengths", "past_key_values.0.key"]
     check(original, fused)
