@@ -213,8 +213,8 @@ class Rows:
             if self.is_labelled(axis):
                 if self._runs(axis) != expected:
                     raise MixedError(f"axes {_text(axis)} and {_text(labelled[0])} meet")
-            elif _size(axis) != _size(labelled[0]) or (self.batch in labelled[0] and not repeats(axis)):
-                raise MixedError(f"an axis of {_size(axis)} meets that of {self._names(labelled[0])}")
+            elif size_of(axis) != size_of(labelled[0]) or (self.batch in labelled[0] and not repeats(axis)):
+                raise MixedError(f"an axis of {size_of(axis)} meets that of {self._names(labelled[0])}")
         return labelled[0]
 
     def _runs(self, axis: Axis) -> list[Factor | Dim]:
@@ -233,7 +233,7 @@ class Rows:
         names = [
             what for factor, what in ((self.batch, "the batch"), (self.tokens, "the new tokens")) if factor in axis
         ]
-        return f"{' and '.join(names)} ({_size(axis)})"
+        return f"{' and '.join(names)} ({size_of(axis)})"
 
     def reshaped(self, value: ir.Value | None, dims: Dims) -> Axes:
         """The axes in another shape.
@@ -256,7 +256,8 @@ def repeats(axis: Axis) -> bool:
     return all(factor.repeats for factor in axis)
 
 
-def _size(axis: Axis) -> Dim:
+def size_of(axis: Axis) -> Dim:
+    """How many elements there are along it."""
     return product(factor.size for factor in axis)
 
 
@@ -265,7 +266,7 @@ def _text(axis: Axis) -> str:
 
 
 def _sizes(axes: Axes) -> str:
-    return _dims([_size(axis) for axis in axes])
+    return _dims([size_of(axis) for axis in axes])
 
 
 def _dims(dims: Iterable[Dim]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 from flashonnx.export.caches.row_attention import attention, cached_attention, rotary
-from flashonnx.export.caches.row_axes import Axes, Free, MixedError, Rows
+from flashonnx.export.caches.row_axes import Axes, Free, MixedError, Rows, size_of
 from flashonnx.export.layout.factors import Axis, Factor
 from flashonnx.export.rules.contributed import DOMAIN as MICROSOFT
 from flashonnx.export.values.dims import Dim
@@ -179,6 +179,8 @@ def _squeeze(rows: Rows, node: ir.Node) -> Axes:
 def _expand(rows: Rows, node: ir.Node) -> Axes:
     axes, dims = rows.axes(node.inputs[0]), rows.dims(node.outputs[0])
     axes = ((),) * (len(dims) - len(axes)) + axes
+    if any(rows.is_labelled(axis) and size_of(axis) != size for axis, size in zip(axes, dims, strict=True)):
+        raise MixedError(f"nothing shows that tokens and sentences stay as many in {[*map(str, dims)]}")
     return tuple(axis or _new(rows, size) for axis, size in zip(axes, dims, strict=True))
 
 
@@ -187,6 +189,8 @@ def _tile(rows: Rows, node: ir.Node) -> Axes:
     if repeats is None or len(repeats) != len(axes):
         raise MixedError("how often is not known")
     rows.whole(axes, *(index for index, count in enumerate(repeats) if count != 1))
+    if any(axis and count.value is None for axis, count in zip(axes, repeats, strict=True)):
+        raise MixedError("an axis is repeated as often as there are tokens or sentences")
     return tuple(
         axis if count == 1 else _new(rows, size) if not axis else (Factor(count, repeats=True), *axis)
         for axis, size, count in zip(axes, dims, repeats, strict=True)

@@ -59,9 +59,9 @@ def _sentence(rows: Rows, mixed: Mixed) -> str:
 
 def _states(rows: Rows, node: ir.Node) -> list[State]:
     """The states of a node's outputs."""
-    given = [rows.state(value) for value in read_by(node)]
+    given = [rows.state(value) for value in (*node.inputs, *read_by(node))]
     mixed = [state for state in given if isinstance(state, Mixed)]
-    if mixed:
+    if mixed:  # the first input's, so that the same is said of the same model
         return [mixed[0] for _ in node.outputs]
     is_apart = any(isinstance(state, Apart) for state in given)
     is_size = not node.domain and node.op_type in _SIZES

@@ -216,6 +216,8 @@ def _slice_size(size: Dim, start: Dim, end: Dim, step: Dim) -> Dim | None:
         if end.value < 0:
             return size + end if is_positive_or_zero(size + end) else None
         return minimum(size, end)
+    if is_positive_or_zero(-end):
+        return size + end if is_positive_or_zero(size + end) else None
     return minimum(size, end)
 
 
