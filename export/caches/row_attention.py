@@ -35,9 +35,8 @@ def attention(rows: Rows, node: ir.Node) -> Axes:
     if given.get("nonpad_kv_seqlen") is not None and (causal or windows != [-1, -1]):
         raise MixedError("its triangle or window ends at the last key, which may be padding")
     _masked(rows, given.get("attn_mask"), among)
-    made = [rows.of_output(node, at) for at in range(len(rows.dims(node.outputs[0])))]
-    made[0], made[-2] = query[0], query[-2 if layout == "separate" else 1]  # in three dimensions as in four
-    return tuple(made)
+    heads = [rows.of_output(node, 1)] if len(rows.dims(node.outputs[0])) == 4 else []
+    return (query[0], *heads, query[-2 if layout == "separate" else 1], rows.of_output(node, -1))
 
 
 def _masked(rows: Rows, mask: ir.Value | None, among: bool) -> None:

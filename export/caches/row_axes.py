@@ -107,7 +107,7 @@ class Rows:
     def named(self, size: Dim, repeats: bool = False) -> Axis | None:
         """An axis of that size, by its name; None where it has to do with the batch or the tokens in another way."""
         if size.value is not None or size.atoms <= self.sizes:
-            return () if size == 1 else (Factor(size, repeats=repeats),)
+            return self._plain(size, repeats)
         for factor in (self.batch, self.tokens):
             if size == factor.size or is_clipped(size, factor.size):
                 return (factor,)
@@ -123,8 +123,17 @@ class Rows:
     def of_output(self, node: ir.Node, axis: int, output: int = 0) -> Axis:
         """An axis as long as that of an output, which is none of tokens."""
         dims = self.facts.dims(node.outputs[output])
-        size = dims[axis] if dims is not None else self.facts.unknown()
-        return () if size == 1 else (Factor(size),)
+        return self._plain(dims[axis] if dims is not None else self.facts.unknown())
+
+    def _plain(self, size: Dim, repeats: bool = False) -> Axis:
+        """An axis that has nothing to do with sentences and tokens.
+
+        Raises:
+            MixedError: its size has.
+        """
+        if size.atoms & self.counts:
+            raise MixedError(f"nothing shows where an axis of {size} comes from")
+        return () if size == 1 else (Factor(size, repeats=repeats),)
 
     def dims(self, value: ir.Value | None) -> Dims:
         """The shape, which is known.
@@ -153,16 +162,11 @@ class Rows:
         """The axes of a weight; it repeats along one as large as the batch if it does not vary along it."""
         dims = self.dims(value)
         array = self.facts.constant(value, limit=_READ) if self.batch.size in dims else None
-        return tuple(
-            ()
-            if size == 1
-            else (
-                Factor(
-                    size, repeats=array is not None and bool((array == array[(slice(None),) * at + (slice(1),)]).all())
-                ),
-            )
-            for at, size in enumerate(dims)
-        )
+
+        def is_alike(axis: int) -> bool:
+            return array is not None and bool((array == array[(slice(None),) * axis + (slice(1),)]).all())
+
+        return tuple(self._plain(size, is_alike(axis)) for axis, size in enumerate(dims))
 
     def free(self, *values: ir.Value | None) -> None:
         """Requires values that are the same for all tokens.
