@@ -34,6 +34,7 @@ def attention(rows: Rows, node: ir.Node) -> Axes:
         raise MixedError("it lets a token see those behind it, and so the padding of a shorter sentence")
     if given.get("nonpad_kv_seqlen") is not None and (causal or windows != [-1, -1]):
         raise MixedError("its triangle or window ends at the last key, which may be padding")
+    _of_sentences(rows, given.get("nonpad_kv_seqlen"))
     _masked(rows, given.get("attn_mask"), among)
     heads = [rows.of_output(node, 1)] if len(rows.dims(node.outputs[0])) == 4 else []
     return (query[0], *heads, query[-2 if layout == "separate" else 1], rows.of_output(node, -1))
@@ -46,6 +47,12 @@ def _masked(rows: Rows, mask: ir.Value | None, among: bool) -> None:
     axes = rows.axes(mask)
     keys = [rows.tokens] if among else []
     _at(rows, mask, ((),) * (4 - len(axes)) + axes, [[rows.batch], [], [rows.tokens], keys])
+
+
+def _of_sentences(rows: Rows, value: ir.Value | None) -> None:
+    """Requires one number for each sentence."""
+    if value is not None:
+        _at(rows, value, rows.axes(value), [[rows.batch]])
 
 
 def _lies(rows: Rows, value: ir.Value | None, separate: bool = True) -> bool:
@@ -78,6 +85,7 @@ def cached_attention(rows: Rows, node: ir.Node) -> Axes:
     if given.get("cu_seqlens_q") is not None or given.get("attn_mask") is not None:
         raise MixedError("its tokens are packed, or masked")
     rows.free(given.get("sinks"), given.get("cos_cache"), given.get("sin_cache"))
+    _of_sentences(rows, given.get("cache_lengths"))
     for name in "QKV":
         _lies(rows, given.get(name))
     if not integer(node, "is_causal", 1) and integer(node, "right_window_size", -1) != 0 and rows.tokens.size != 1:

@@ -80,6 +80,8 @@ MIXED = {
     "as often as tokens": "{o}t = Tile(w8, size_s) {o}m = ReduceSum<keepdims=1>({o}t, zero) {o} = Add({h}, {o}m)",
     "a table but for as many": "{o}n = Neg(size_s) {o}t = Slice(table, zero, {o}n, zero) "
     "{o}m = ReduceSum<keepdims=1>({o}t, zero) {o} = Add({h}, {o}m)",
+    "as many keys as tokens": "{o}k = Expand(w8, keys_shape) {o}l = Expand(size_s, size_b) "
+    "{o}n = Attention<q_num_heads=4,kv_num_heads=4>({h}, {o}k, {o}k, , , , {o}l) {o} = Add({h}, {o}n)",
     "tokens among features": "{o}t = Transpose<perm=[0,2,1]>({h}) {o}r = Reshape({o}t, shape_x) {o} = Add({h}, {o}r)",
     "sentences among tokens": "{o}t = Transpose<perm=[1,0,2]>({h}) {o}r = Reshape({o}t, shape_x) {o} = Add({h}, "
     "{o}r)",
@@ -89,14 +91,16 @@ MIXED = {
     "a choice by nothing": "{o} = If<then_branch = a () => (float[b,s,8] {o}x) {{ {o}x = Softmax<axis=1>({h}) }}, "
     "else_branch = c () => (float[b,s,8] {o}y) {{ {o}y = Neg({h}) }}>(yes)",
 }  # fmt: skip
-HEADER = """<ir_version: 10, opset_import: ["" : 23]>
+HEADER = """<ir_version: 10, opset_import: ["" : 24]>
     g (float[b,s,8] x, int64[b,s] position_ids, float[b,4,p,2] pk, float[b,4,p,2] pv)
       => (float[b,s,8] y, float[b,4,t,2] prk, float[b,4,t,2] prv)
     <int64[1] zero = {0}, int64[1] one = {1}, int64[1] two = {2}, int64[1] four = {4}, int64[1] minus = {-1},
      int64[1] big = {9223372036854775807}, int64[1] small = {-9223372036854775807}, int64[2] flat = {-1,8},
      int64[4] split = {0,0,4,2}, int64[3] pieces = {0,-1,4}, int64 n0 = {0}, int64 n1 = {1}, float f1 = {1.0},
      int64[4] copies = {4,1,1,1}, float[1] w1 = {1.5}, bool yes = {1}> {
-    shape_x = Shape(x) size_b = Shape<start=0,end=1>(x) size_s = Shape<start=1,end=2>(x) n_s = Squeeze(size_s)
+    shape_x = Shape(x) size_b = Shape<start=0,end=1>(x)
+    n30 = Constant<value_ints=[30,8]>() keys_shape = Concat<axis=0>(size_b, n30)
+    size_s = Shape<start=1,end=2>(x) n_s = Squeeze(size_s)
     pf = Cast<to=1>(position_ids) scaled = Mul(pf, f1) positions = Unsqueeze(scaled, two)
     size_p = Shape<start=2,end=3>(pk) n_p = Squeeze(size_p) n_t = Add(n_p, n_s) ahead = Range(n_p, n_t, n1)
     af = Cast<to=1>(ahead) c013 = Constant<value_ints=[0,1,3]>() place = Unsqueeze(af, c013)
@@ -199,6 +203,7 @@ COUNTED = {
     "how many sentences": "b",
     "a table from the last": "s",
     "as often as tokens": "s",
+    "as many keys as tokens": "s",
     "a table but for as many": "s",
     "a table backwards": "s",
 }
