@@ -9,7 +9,15 @@ import onnx_ir as ir
 from flashonnx.export.operator import schema
 from flashonnx.export.operator.cache_schema import KV_CACHE
 from flashonnx.export.rules.base import Fusion, Rewrite, Rule
-from flashonnx.export.rules.contributed import DOMAIN, Contributed, Count, attended, biased, is_lengths, sentence_lengths
+from flashonnx.export.rules.contributed import (
+    DOMAIN,
+    Contributed,
+    Count,
+    attended,
+    biased,
+    is_lengths,
+    sentence_lengths,
+)
 from flashonnx.export.rules.mask_terms import NEGLIGIBLE
 from flashonnx.export.rules.operator_site import Site, is_used
 from flashonnx.export.rules.scores import RefusalError
