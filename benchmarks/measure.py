@@ -73,6 +73,8 @@ def measure(
         make: the problem of a workload.
     """
     reasons = reasons or {}
+    gc.collect()
+    gc.freeze()  # what lives on, modules above all, is not gone through again for each contender
     contenders = [Contender(b, reasons.get(b.name, "")) for b in backends if b.concerns(workload)]
     problem = make(workload, settings.device)
     gates: dict[bool, Gate] = {}
