@@ -93,7 +93,7 @@ def _heads(problem: Problem) -> list[int]:
 
 
 def _attention(problem: Problem, working: torch.dtype, rounds_scores: bool = False) -> Tensor:
-    """Attention of `_heads` written out, in float64 or (rounding as the inputs' dtype does) in float32; (B, Sq, H, D)."""
+    """Attention of `_heads`, (B, Sq, H, D), written out in float64, or in float32 that rounds as the inputs' dtype."""
     import torch
 
     exact = working is torch.float64
