@@ -9,7 +9,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-from flashonnx._sampling import Draw, choose  # noqa: E402
+from flashonnx import _sampling  # noqa: E402
+from flashonnx._sampling import Draw  # noqa: E402
+
+
+def choose(logits: Any, how: Draw, random: Any) -> int:
+    """Of one row."""
+    (token,) = _sampling.choose(logits[None], how, [random])
+    return token
 
 
 def chances(logits: Any, how: Draw) -> Any:
@@ -97,3 +104,17 @@ def test_nan_of_either_sign(bits: list[int]) -> None:
 @pytest.mark.parametrize("logits", [[-0.0, 0.0], [-3, -1, -2], [-3, 5, -2, 5], [0.0, -0.0, -1], [-2, -2]])
 def test_greatest_of_float16(logits: list[float]) -> None:
     assert choose(np.array(logits, np.float16), Draw(), np.random.default_rng(0)) == np.argmax(logits)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_rows_are_chosen_apart(dtype: Any) -> None:
+    """As each would be alone; rows without a positive number among others."""
+    random = np.random.default_rng(0)
+    logits = random.standard_normal((5, 300)).astype(dtype)
+    logits[1] -= dtype(10)
+    for how in (Draw(), Draw(0.9), Draw(2.0, 40, 0.9)):
+        alone = [choose(row, how, np.random.default_rng(n)) for n, row in enumerate(logits)]
+        assert _sampling.choose(logits, how, [np.random.default_rng(n) for n in range(5)]) == alone
+    logits[3, 7] = np.nan
+    with pytest.raises(FloatingPointError, match="NaN"):
+        _sampling.choose(logits, Draw(), [random] * 5)

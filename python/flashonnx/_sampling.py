@@ -6,6 +6,7 @@ but the few that may be drawn.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,22 +31,25 @@ class Draw:
     top_p: float = 1.0
 
 
-def choose(logits: NDArray[Any], how: Draw, random: np.random.Generator) -> int:
-    """A token by its logits, (words,) of float32 or float16.
+def choose(logits: NDArray[Any], how: Draw, randoms: Sequence[np.random.Generator]) -> list[int]:
+    """A token for each row of logits, (rows, words) of float32 or float16; each row draws with its own generator.
 
     Raises:
-        FloatingPointError: the greatest is NaN or infinite.
+        FloatingPointError: the greatest of a row is NaN or infinite.
     """
-    if how.temperature:
-        logits = logits.astype(np.float32)
     greatest = _greatest(logits)
-    if not np.isfinite(logits[greatest]):
+    if not np.isfinite(logits[np.arange(len(logits)), greatest]).all():
         raise FloatingPointError("Generator: the model's logits are expected to be finite, got NaN or infinity")
     if not how.temperature:
-        return greatest
+        return greatest.tolist()
+    return [_draw(row, row[top], how, random) for row, top, random in zip(logits, greatest, randoms, strict=True)]
+
+
+def _draw(logits: NDArray[Any], greatest: Any, how: Draw, random: np.random.Generator) -> int:
+    logits = logits.astype(np.float32, copy=False)
     temperature = max(np.float32(how.temperature), np.finfo(np.float32).tiny)  # smaller ones would become 0
     with np.errstate(over="ignore"):
-        scaled = (logits - logits[greatest]) / temperature
+        scaled = (logits - np.float32(greatest)) / temperature
     kept = _greatest_few(scaled, how.top_k) if 0 < how.top_k < len(scaled) else None
     weights = np.exp(scaled if kept is None else scaled[kept])
     if how.top_p < 1:
@@ -55,20 +59,21 @@ def choose(logits: NDArray[Any], how: Draw, random: np.random.Generator) -> int:
     return token if kept is None else int(kept[token])
 
 
-def _greatest(logits: NDArray[Any]) -> int:
-    """Where the greatest is, of equal ones the first.
+def _greatest(logits: NDArray[Any]) -> NDArray[np.intp]:
+    """Where the greatest of each row is, of equal ones the first.
 
     NumPy compares float16 slowly. Their bits as integers are in the order of the numbers if these are positive, NaN
     last; negative ones have greater bits, if these are unsigned, in the opposite order, and NaN last again.
     """
     if logits.dtype != np.float16:
-        return int(logits.argmax())
-    bits = logits.view(np.int16)
-    greatest = int(bits.argmax())
-    if bits[greatest] > 0:
-        least = int(bits.view(np.uint16).argmax())  # of negative numbers, NaN among them
-        return least if np.isnan(logits[least]) else greatest
-    return int(logits.astype(np.float32).argmax())  # rare: none is positive
+        return logits.argmax(1)
+    rows, bits = np.arange(len(logits)), logits.view(np.int16)
+    greatest = bits.argmax(1)
+    least = bits.view(np.uint16).argmax(1)  # of negative numbers, NaN among them
+    greatest = np.where(np.isnan(logits[rows, least]), least, greatest)
+    for row in np.flatnonzero(bits[rows, greatest] <= 0):  # rare: none is positive, or a negative NaN
+        greatest[row] = logits[row].astype(np.float32).argmax()
+    return greatest
 
 
 def _greatest_few(x: NDArray[np.float32], count: int) -> NDArray[np.intp]:
