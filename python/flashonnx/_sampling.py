@@ -6,6 +6,7 @@ but the few that may be drawn.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _BLOCK = 128
+_NEGATIVE_INFINITY = 0xFC00  # in float16; NaN is beyond it
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,11 @@ def choose(logits: NDArray[Any], how: Draw, randoms: Sequence[np.random.Generato
         FloatingPointError: the greatest of a row is NaN or infinite.
     """
     greatest = _greatest(logits)
-    if not np.isfinite(logits[np.arange(len(logits)), greatest]).all():
+    if not all(math.isfinite(logits.item(row, token)) for row, token in enumerate(greatest)):
         raise FloatingPointError("Generator: the model's logits are expected to be finite, got NaN or infinity")
     if not how.temperature:
-        return greatest.tolist()
-    return [_draw(row, row[top], how, random) for row, top, random in zip(logits, greatest, randoms, strict=True)]
+        return greatest
+    return [_draw(row, row[token], how, random) for row, token, random in zip(logits, greatest, randoms, strict=True)]
 
 
 def _draw(logits: NDArray[Any], greatest: Any, how: Draw, random: np.random.Generator) -> int:
@@ -59,20 +61,19 @@ def _draw(logits: NDArray[Any], greatest: Any, how: Draw, random: np.random.Gene
     return token if kept is None else int(kept[token])
 
 
-def _greatest(logits: NDArray[Any]) -> NDArray[np.intp]:
+def _greatest(logits: NDArray[Any]) -> list[int]:
     """Where the greatest of each row is, of equal ones the first.
 
     NumPy compares float16 slowly. Their bits as integers are in the order of the numbers if these are positive, NaN
     last; negative ones have greater bits, if these are unsigned, in the opposite order, and NaN last again.
     """
     if logits.dtype != np.float16:
-        return logits.argmax(1)
-    rows, bits = np.arange(len(logits)), logits.view(np.int16)
-    greatest = bits.argmax(1)
-    least = bits.view(np.uint16).argmax(1)  # of negative numbers, NaN among them
-    greatest = np.where(np.isnan(logits[rows, least]), least, greatest)
-    for row in np.flatnonzero(bits[rows, greatest] <= 0):  # rare: none is positive, or a negative NaN
-        greatest[row] = logits[row].astype(np.float32).argmax()
+        return logits.argmax(1).tolist()
+    signed, unsigned = logits.view(np.int16), logits.view(np.uint16)
+    greatest = signed.argmax(1).tolist()
+    for row, last in enumerate(unsigned.argmax(1).tolist()):
+        if signed.item(row, greatest[row]) <= 0 or unsigned.item(row, last) > _NEGATIVE_INFINITY:
+            greatest[row] = int(logits[row].astype(np.float32).argmax())  # rare: none is positive, or there is NaN
     return greatest
 
 
