@@ -141,7 +141,7 @@ def _rotary_tables(model: onnx.ModelProto, node: onnx.NodeProto, capacity: int) 
 class GroupQuery:
     """A step with GroupQueryAttention, its caches bound once; on CUDA, steps of one token are a CUDA graph."""
 
-    def __init__(self, model: bytes, batch: int, capacity: int, device: str = "cpu", graph: bool = True) -> None:
+    def __init__(self, model: Path | bytes, batch: int, capacity: int, device: str = "cpu", graph: bool = True) -> None:
         self._session = ort.InferenceSession(model, providers=_providers(device, graph))
         self._device = device
         self._options = ort.RunOptions(), ort.RunOptions()  # of prompts, and of single tokens
@@ -170,6 +170,10 @@ class GroupQuery:
     def _value(self, shape: tuple[int, ...], kind: Any) -> Any:
         return ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, kind), self._device, 0)
 
+    def repeat(self) -> None:
+        """The last step of one token once more."""
+        self._session.run_with_iobinding(self._single, self._options[1])
+
     def __call__(self, tokens: np.ndarray, length: int) -> np.ndarray:
         batch, new = tokens.shape
         lengths = np.full(batch, length, np.int64)
@@ -177,7 +181,7 @@ class GroupQuery:
         if new == 1:
             for name, array in given.items():
                 self._given[name].update_inplace(array)
-            self._session.run_with_iobinding(self._single, self._options[1])
+            self.repeat()
             return self._logits.numpy()[:, -1]
         for name, array in given.items():
             self._prompt.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array, self._device, 0))
