@@ -33,6 +33,7 @@ Tokens = list[list[int]]
 
 def prepare(folder: Path, half: bool, capacity: int) -> None:
     """Exports the model that samples/generate loads, in each form."""
+    import concatenating
     import flashonnx
     import run
 
@@ -45,7 +46,7 @@ def prepare(folder: Path, half: bool, capacity: int) -> None:
     for kind in ("static", "paged"):
         flashonnx.export_onnx(model, (), folder / f"{kind}.onnx", kv_cache=kind, **opset)
     (folder / "gqa.onnx").write_bytes(ways.with_group_query(folder / "static.onnx", capacity))
-    ways.export_concatenating(model, folder / "concatenated.onnx")
+    concatenating.export(model, folder / "concatenated.onnx")
 
 
 def opened(
