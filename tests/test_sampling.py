@@ -48,15 +48,16 @@ def test_draws_are_of_the_softmax(how: Draw, dtype: Any) -> None:
 
 @pytest.mark.parametrize("top_k", [0, 1, 5, 300, 2000])
 @pytest.mark.parametrize("top_p", [1.0, 0.999, 0.9, 0.3, 1e-6])
-def test_what_may_be_drawn_among_many(top_k: int, top_p: float) -> None:
-    """As many words as models have, equal ones among them: what transformers keeps, and the draw by the running sum."""
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_what_may_be_drawn_among_many(top_k: int, top_p: float, dtype: Any) -> None:
+    """As many words as models have: what transformers keeps, and the draw by the running sum."""
     random = np.random.default_rng(top_k)
     for words in (2000, 2001, 300):
-        k = min(top_k, words)
-        logits = (3 * random.standard_normal(words)).astype(np.float32)
+        logits = random.permutation(np.unique((3 * random.standard_normal(words)).astype(dtype)))  # no equal ones
+        k = min(top_k, len(logits))
         how = Draw(0.8, k, top_p)
         right = chances(logits, how)
-        scores = torch.from_numpy(logits)[None] / 0.8
+        scores = torch.from_numpy(logits).float()[None] / 0.8
         if k:
             scores = transformers.TopKLogitsWarper(k)(None, scores)
         scores = transformers.TopPLogitsWarper(top_p)(None, scores)[0]
