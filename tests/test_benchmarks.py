@@ -139,6 +139,26 @@ def test_gate_knows_the_right_answer(workload: Workload, monkeypatch: pytest.Mon
     assert whole[0] <= correctness.EPSILON[workload.dtype] * 2
 
 
+def test_gate_compares_some_heads_of_a_large_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evenly spread ones, each right by the reference; NaN is found in all."""
+    workload = Workload("", "", "float32", 2, (8, 2), (7, 9), 16)
+    problem = problems.make(workload, "cpu")
+    monkeypatch.setattr(correctness, "_MOST", 4 * 2 * 7 * 9)
+    chosen = correctness._heads(problem)
+    assert chosen == [0, 2, 4, 7]
+    answer = truth(problem)
+    Gate(problem).check(answer)
+    for head in range(8):
+        wrong = answer.clone()
+        wrong[1, 6, head] += 0.1
+        if head in chosen:
+            with pytest.raises(WrongAnswerError):
+                Gate(problem).check(wrong)
+        wrong[1, 6, head, 3] = float("nan")
+        with pytest.raises(WrongAnswerError, match="NaN"):
+            Gate(problem).check(wrong)
+
+
 def test_gate_is_the_rule_of_the_tests() -> None:
     assert correctness.EPSILON == compare.EPSILON
     half = {"float16": compare.FLOOR_ULPS, "bfloat16": compare.FLOOR_ULPS}

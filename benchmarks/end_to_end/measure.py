@@ -33,7 +33,7 @@ class Settings:
         device: "cuda" or "cpu".
         budget: seconds of measured time for each session.
         cuda_graph: whether ONNX Runtime captures each session in a CUDA graph.
-        only: names of variants; empty for all.
+        only: names of variants, with the ending of those without MatMulAddFusion; empty for all.
     """
 
     device: str
@@ -101,7 +101,7 @@ def measure(
 
     subject, variants = load(description)
     if settings.only:
-        variants = [variant for variant in variants if variant["name"] in settings.only]
+        variants = [variant for variant in variants if {variant["name"], variant["name"] + ADD} & set(settings.only)]
     folder = description.parent
     paths = {v["name"]: folder / f"{subject.name}.{v['name']}.onnx" for v in variants if v["made"]}
     for made in weights.fill(paths.values(), settings.device):
@@ -111,6 +111,8 @@ def measure(
     for variant in variants:
         name = variant["name"]
         for suffix in ("", ADD) if settings.device == "cuda" and _has_biases(paths.get(name)) else ("",):
+            if settings.only and name + suffix not in settings.only:
+                continue
             result = Result(name + suffix, variant["note"], cpu_error=variant["error"])
             results.append(result)
             if not variant["made"]:

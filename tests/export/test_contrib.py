@@ -78,6 +78,8 @@ def test_lengths(lengths: list[int]) -> None:
         before = multi_head({"mask": shape})
         inputs = fed(before, SIZES[0] | {"3*b + 2": 8}, mask=np.array(mask, np.int32))
         after, _ = fuse_and_check(before)
+        given = list(nodes(after)[0].input)
+        assert given[6] and not given[3]  # lengths, and no mask
         # scores of a sentence without keys lose digits to -10000
         np.testing.assert_allclose(run(after, inputs)[0], run(before, inputs)[0], atol=2e-3 if 0 in lengths else 2e-5)
 

@@ -264,3 +264,27 @@ def test_biases_that_grow_with_the_keys(exported: Any) -> None:
     original = exported("bloom", Way("TorchScript", "eager", positions=False))
     with pytest.raises(ValueError, match="kv_cache: "):
         fuse(original, kv_cache="static")
+
+
+@pytest.mark.parametrize(
+    ("config", "count"),
+    [
+        ('{"max_position_embeddings": 48, "rope_scaling": null}', 48),
+        ('{"text_config": {"n_positions": 40}}', 40),
+        ('{"max_position_embeddings": 48, "rope_scaling": {"type": "linear", "factor": 4.0}}', None),
+        ('{"max_position_embeddings": "48"}', None),
+        ("[48]", None),
+        ("{", None),
+        (None, None),
+    ],
+)
+def test_positions_of_a_configuration_beside(
+    config: str | None, count: int | None, exported: Any, tmp_path: Path
+) -> None:
+    """Rotary embeddings by a formula have no table; exporters leave config.json beside their files."""
+    onnx.save(exported("llama", WAYS[1]), tmp_path / "model.onnx")
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    fused, _ = fuse(tmp_path / "model.onnx", kv_cache="static")
+    noted = {prop.key: prop.value for prop in fused.metadata_props}
+    assert noted.get("flashonnx:max_positions") == (None if count is None else str(count))
