@@ -10,7 +10,7 @@ import onnx
 import onnx_ir as ir
 from flashonnx.export import rules
 from flashonnx.export.masks.overwrites import see_through
-from flashonnx.export.model import inlining
+from flashonnx.export.model import configuration, inlining
 from flashonnx.export.model.files import check_output, load, save
 from flashonnx.export.operator import portable as portable_bodies
 from flashonnx.export.operator import schema
@@ -67,6 +67,7 @@ def fuse(
     source = load(model)
     if kv_cache is not None:
         report = _with_caches(source.model, kv_cache, portable)
+        configuration.note_positions(source.model, model)
     else:
         report = fuse_ir(source.model, portable=portable, shared_cache=shared_cache, join_projections=join_projections)
     changed = any(site.fused for site in report.sites)

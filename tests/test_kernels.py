@@ -92,6 +92,25 @@ def test_infinite_and_largest_elements(library: Library, device: str, dtype: str
     np.testing.assert_allclose(y, expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("head_dim", [24, 64, 160])
+def test_infinite_values_that_few_queries_see(library: Library, device: str, dtype: str, head_dim: int) -> None:
+    """Of two decoded tokens one masks the keys with infinite values and NaN; their tiles lie between others."""
+    shape = {"q_length": 2, "kv_length": 300, "heads": (4, 2), "head_dim": head_dim}
+    case = Case(f"infinite-few-{dtype}-{head_dim}", dtype=dtype, mask="b1qk", lse=False, **shape)
+    inputs = case.inputs()
+    inputs["attn_mask"][...] = True
+    inputs["attn_mask"][:, :, 0, [3, 140, 299]] = False
+    inputs["V"][0, [3, 140], 5] = np.inf
+    inputs["V"][1, 299, head_dim - 1] = np.nan
+    expected = case.reference(inputs)["Y"]
+    assert np.isfinite(expected[:, 0]).all()
+    assert np.isinf(expected[0, 1]).sum() == np.isnan(expected[1, 1]).sum() == 2
+    y = Problem(library, case, device, inputs=inputs).run()["Y"].astype(np.float64)
+    tolerance = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}[dtype]
+    np.testing.assert_allclose(y, expected, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("rise", [9, 60, 150])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
