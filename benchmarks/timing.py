@@ -139,4 +139,8 @@ def capture(call: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         out = call()
-    return graph.replay, out
+
+    def replay(kept: object = call) -> None:  # the graph knows no more than addresses of what the call has
+        graph.replay()
+
+    return replay, out
