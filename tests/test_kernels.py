@@ -75,6 +75,20 @@ def test_masks_of_the_other_16_bits(library: Library, device: str, case: Case) -
     Problem(library, case, device).check()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("multiprocessors", [1, 7])
+@pytest.mark.parametrize("changes", [
+    {}, {"lse": False}, {"lengths": (500, 130)}, {"mask": "b11k", "mask_fill": "padding"}, {"left": 40, "right": 90},
+    {"q_length": 1100, "is_causal": 1},
+], ids=lambda changes: "-".join(changes) or "full")  # fmt: skip
+def test_many_tiles(library: Library, changes: dict[str, Any], multiprocessors: int) -> None:
+    """More than the multiprocessors take at once: tiles of sm90 are of 192 queries then, else of 128."""
+    case = replace(cases.square("many-tiles", 500, dtype="float16", heads=(3, 3), head_dim=64), **changes)
+    problem = Problem(library, case, "cuda")
+    problem.params.device.sm_count = multiprocessors
+    problem.check()
+
+
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_infinite_and_largest_elements(library: Library, device: str, dtype: str) -> None:
     """Where a query sees them: as IEEE arithmetic has it. Products of split numbers would make NaN of them."""
