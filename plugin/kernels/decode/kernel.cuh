@@ -92,8 +92,11 @@ __device__ __forceinline__ void walk(const Block<T, C>& block, const Shared<C>& 
   const Loader<T, C> loader(p, d, block.work, block.begin, block.end);
   const uint32_t ring = sm80::shared_address(shared.rings) + lane.warp * C::kRingBytes;
   const int step = d.warps;
-  if (!kCareful) wait_for_predecessor();
   int tile = block.first_tile + lane.warp, ahead = tile;
+  // Whether nothing that the ring takes at first is appended by the kernel before.
+  const int first_end = min(tile + (C::kStages - 1) * step + 1, block.last_tile);
+  const bool early = d.early && first_end * C::kKeys <= block.end - d.added;
+  if (!kCareful && !early) wait_for_predecessor();
   const auto first_pages = loader.first_pages(ahead, step);
   bool missing = false;  // a page, in this tile or one before
 #pragma unroll 1
@@ -104,6 +107,7 @@ __device__ __forceinline__ void walk(const Block<T, C>& block, const Shared<C>& 
     commit_copies();
     ahead += step;
   }
+  if (!kCareful && early) wait_for_predecessor();
   int32_t page = loader.page_of_tile(ahead);
   Queries<C> q;
   if (!kCareful) {
@@ -179,7 +183,7 @@ __global__ void __launch_bounds__(32 * C::kMaxWarps, 1)
     attend(const __grid_constant__ Problem p, const __grid_constant__ Decode d) {
   unsigned char* const memory = sm80::shared_memory();
   // What does not read memory is done before: see Grid::overlap.
-  if (p.key_lengths || d.first_queries || d.first_keys) wait_for_predecessor();
+  if (!d.early && (p.key_lengths || d.first_queries || d.first_keys)) wait_for_predecessor();
   const Block<T, C> block(p, d);
   if (block.rows.count <= 0) return;  // the whole cluster, which has waited
   const Shared<C> shared(memory, d.warps);

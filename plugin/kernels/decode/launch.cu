@@ -209,7 +209,9 @@ int64_t workspace_bound(const Params& params) {
 
 namespace {
 
-flashonnx_status launch_grid(const Params& params, bool after_append, void* workspace,
+// `given`: of a problem whose cache a kernel before this appends to, as the caller has it; else
+// null.
+flashonnx_status launch_grid(const Params& params, const Params* given, void* workspace,
                              void* stream) {
   const Shape shape = shape_of(params);
   const Split split = split_of(params, shape);
@@ -227,6 +229,13 @@ flashonnx_status launch_grid(const Params& params, bool after_append, void* work
     d.first_queries = static_cast<const int32_t*>(params.cu_seqlens_q.data);
   if (present(params.cu_seqlens_k))
     d.first_keys = static_cast<const int32_t*>(params.cu_seqlens_k.data);
+  if (given && present(given->cache_k) && !d.first_queries) {
+    problem.key_lengths = given->cache_lengths.data;
+    problem.key_lengths_stride = given->cache_lengths.stride[0];
+    problem.lengths_64 = given->cache_lengths.dtype == FLASHONNX_INT64;
+    d.early = 1;
+    d.added = present(given->k) ? static_cast<int32_t>(given->q_length) : 0;
+  }
   d.page_size = Divider(1), d.pages = 1;
   const int64_t unit = place_unit(params);
   d.unit_bytes = static_cast<uint32_t>(unit * 2);
@@ -286,7 +295,7 @@ flashonnx_status launch_grid(const Params& params, bool after_append, void* work
   grid.shared_bytes =
       d.warps * shape.ring_bytes + (split.cluster > 1 ? shape.extra_bytes : shape.own_bytes);
   grid.shared_limit = params.device.shared_memory;
-  grid.room = after_append;
+  grid.room = given != nullptr;
   // Where it takes long, there is nothing to win.
   constexpr int64_t kLongBytes = int64_t{512} << 20;
   const int64_t bytes =
@@ -302,11 +311,12 @@ flashonnx_status launch_grid(const Params& params, bool after_append, void* work
 }  // namespace
 
 flashonnx_status launch(const Params& params, void* workspace, void* stream) {
-  return launch_grid(params, false, workspace, stream);
+  return launch_grid(params, nullptr, workspace, stream);
 }
 
-flashonnx_status launch_after_append(const Params& params, void* workspace, void* stream) {
-  return launch_grid(params, true, workspace, stream);
+flashonnx_status launch_after_append(const Params& params, const Params& given, void* workspace,
+                                     void* stream) {
+  return launch_grid(params, &given, workspace, stream);
 }
 
 }  // namespace flashonnx::decode

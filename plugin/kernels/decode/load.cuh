@@ -31,6 +31,27 @@ __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
+// A number that a kernel before the last one may have written. Before the wait for that one it
+// comes past the first-level cache, which may hold what stood there earlier.
+template <class Integer>
+__device__ __forceinline__ Integer read(const Integer* from, bool early) {
+  return early ? __ldcg(from) : *from;
+}
+
+// Keys of a sequence.
+__device__ __forceinline__ int32_t keys_of(const Problem& p, const Decode& d, int32_t batch) {
+  int64_t keys = p.key_length;
+  if (d.first_keys) {
+    keys = d.first_keys[batch + 1] - d.first_keys[batch];
+  } else if (p.key_lengths) {
+    const int64_t at = batch * p.key_lengths_stride;
+    keys = p.lengths_64 ? read(static_cast<const long long*>(p.key_lengths) + at, d.early)
+                        : read(static_cast<const int32_t*>(p.key_lengths) + at, d.early);
+    keys = clamp(keys, 0, p.key_length) + d.added;
+  }
+  return static_cast<int32_t>(min(keys, int64_t{p.key_length}));
+}
+
 // Copies tiles of the keys of one batch entry and key head. Where a key stands is worked out by two
 // lanes, l % 16 == key % 16: those before 16 for K, the others for V; so pages cost a look-up and a
 // few instructions a tile, whatever their size. Then a lane copies chunks lane % 8 + 8 c of rows
@@ -61,9 +82,9 @@ class Loader {
   }
 
   // The page of the lane's key of a tile: asked for a tile earlier than the tile itself.
-  __device__ __forceinline__ int32_t page_of_tile(int tile) const {
+  __device__ __forceinline__ int32_t page_of_tile(int tile, bool early = false) const {
     const int key = tile * C::kKeys + lane() % C::kKeys;
-    return d_.block_table && inside(key) ? page_of(key) : 0;
+    return d_.block_table && inside(key) ? page_of(key, early) : 0;
   }
 
   // Those of the first kStages tiles, `step` apart, at once: one after the other they would take as
@@ -76,7 +97,7 @@ class Loader {
     FirstPages first;
 #pragma unroll
     for (int j = 0; j < (C::kStages + 1) / 2; ++j)
-      first.at[j] = page_of_tile(tile + (2 * j + lane() / C::kKeys) * step);
+      first.at[j] = page_of_tile(tile + (2 * j + lane() / C::kKeys) * step, d_.early);
     return first;
   }
 
@@ -138,8 +159,8 @@ class Loader {
     return static_cast<uint32_t>(key - begin_) < count_;
   }
 
-  __device__ __forceinline__ int32_t page_of(int key) const {
-    return table_[d_.page_size.quotient(key) * d_.table_page];
+  __device__ __forceinline__ int32_t page_of(int key, bool early = false) const {
+    return read(table_ + d_.page_size.quotient(key) * d_.table_page, early);
   }
 
   // The lane's chunks of a row that is not one of whole, aligned chunks. A call, so that the loops

@@ -23,6 +23,11 @@ struct Decode {
   uint32_t k_row_units, v_row_units, k_page_units, v_page_units;
   uint32_t unit_bytes;
 
+  // After the kernel that appends to a cache, which adds `added` keys to what key_lengths say. If
+  // `early`, that one began when all before it was done, and only its keys and rotated queries have
+  // to be waited for: the rest may be read while it still runs.
+  int32_t early, added;
+
   // Query i sees keys from i + first_key on and before i + last_key, both shifted by the batch
   // entry's keys minus its queries if offset_from_lengths says so.
   int32_t first_key, last_key;
@@ -67,15 +72,9 @@ FLASHONNX_HOST_DEVICE Work work_of(const Decode& decode, uint32_t block) {
   return work;
 }
 
-// A sequence's own queries, of which the first q_length are answered, and keys.
+// A sequence's own queries, of which the first q_length are answered.
 FLASHONNX_HOST_DEVICE int32_t queries_of(const Problem& p, const Decode& d, int32_t batch) {
   return d.first_queries ? d.first_queries[batch + 1] - d.first_queries[batch] : p.q_length;
-}
-
-FLASHONNX_HOST_DEVICE int32_t keys_of(const Problem& p, const Decode& d, int32_t batch) {
-  if (!d.first_keys) return key_length_of(p, batch);
-  const int32_t keys = d.first_keys[batch + 1] - d.first_keys[batch];
-  return keys < p.key_length ? keys : p.key_length;
 }
 
 // Packed rows to answer, from the first row of a tile on.
