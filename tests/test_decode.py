@@ -51,9 +51,10 @@ def test_unaligned_memory(library: Library, device: str, case: Case) -> None:
 
 _REPEATED = [
     *(c for c in DECODE if c.id in ("decode-uneven-float16", "decode-mask-bhqk-T-bfloat16", "decode-nans-float16",
-                                    "decode-uneven-units-lengths-float16", "decode-units-96-bfloat16")),
+                                    "decode-uneven-units-lengths-float16", "decode-units-96-bfloat16",
+                                    "decode-shares-nans")),
     *(c for c in CACHES if c.id in ("decode-pages-1-bfloat16", "decode-ragged-16-float16", "decode-pages-q5-float16",
-                                    "decode-uneven-units-pages-16-float16")),
+                                    "decode-uneven-units-pages-16-float16", "decode-shares-pages-16")),
     # enough keys for more blocks than a cluster has
     Case("long", dtype="bfloat16", batch=1, heads=(16, 8), q_length=1, kv_length=17_000, head_dim=64, gpu=True),
     Case("many-heads", dtype="float16", batch=50, heads=(16, 8), q_length=2, kv_length=300, head_dim=64, is_causal=1),

@@ -64,20 +64,24 @@ class Loader {
   static constexpr uint32_t kNowhere = 0xffffffff;
 
   // Keys outside [begin, end) are not read and become zeros.
-  __device__ __forceinline__ Loader(const Problem& p, const Decode& d, const Work& work, int begin,
-                                    int end)
+  __device__ __forceinline__ Loader(const Problem& p, const Decode& d, int batch, int kv_head,
+                                    int begin, int end)
       : d_(d),
-        begin_(begin),
-        count_(max(end - begin, 0)),
         row_units_(lane() < C::kKeys ? d.k_row_units : d.v_row_units),
         page_units_(lane() < C::kKeys ? d.k_page_units : d.v_page_units) {
-    const int64_t token = d.first_keys ? d.first_keys[work.batch] : 0;
-    const int64_t batch = d.block_table || d.first_keys ? 0 : work.batch;
+    move_to(p, batch, kv_head, begin, end);
+  }
+
+  __device__ __forceinline__ void move_to(const Problem& p, int of_batch, int kv_head, int begin,
+                                          int end) {
+    begin_ = begin, count_ = max(end - begin, 0);
+    const int64_t token = d_.first_keys ? d_.first_keys[of_batch] : 0;
+    const int64_t batch = d_.block_table || d_.first_keys ? 0 : of_batch;
     k_ = static_cast<const char*>(p.k.data) +
-         2 * (batch * p.k.batch + work.kv_head * p.k.head + token * p.k.row) + lane() % 8 * 16;
+         2 * (batch * p.k.batch + kv_head * p.k.head + token * p.k.row) + lane() % 8 * 16;
     v_ = static_cast<const char*>(p.v.data) +
-         2 * (batch * p.v.batch + work.kv_head * p.v.head + token * p.v.row) + lane() % 8 * 16;
-    table_ = d.block_table + work.batch * d.table_batch;
+         2 * (batch * p.v.batch + kv_head * p.v.head + token * p.v.row) + lane() % 8 * 16;
+    table_ = d_.block_table + of_batch * d_.table_batch;
     asm("" : "+l"(k_), "+l"(v_));  // or the tensors' addresses are added again and again
   }
 
@@ -177,8 +181,8 @@ class Loader {
   }
 
   const Decode& d_;
-  const int begin_;
-  const uint32_t count_;
+  int begin_;
+  uint32_t count_;
   const uint32_t row_units_, page_units_;
   const char *k_, *v_;  // the lane's first chunk of key 0, or of slot 0 of page 0
   const int32_t* table_;

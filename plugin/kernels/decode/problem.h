@@ -35,14 +35,16 @@ struct Decode {
   // A cluster of `cluster` blocks and `partitions` of them share the keys of up to kRows queries.
   Divider cluster, partitions, row_tiles, kv_heads, group;
   Divider parts;  // cluster * partitions
-  int32_t rows;   // kRows of the tiling
+  int32_t rows;   // kRows of the tiling; with shares those that there are
   int32_t warps;
+  int32_t batches;    // with shares, whose number is `parts`
   int32_t q_vectors;  // rows of Q begin at multiples of 16 bytes and have a multiple of 8 elements
   int32_t vectors;    // those of K and V
   int32_t o_vectors;  // those of O likewise, of 4 elements of Q's type
   int32_t mask_bytes;
   float factor, cap_in, cap_out;  // see Plan
 
+  // With shares, whose number is `parts`, a warp's parts of units: see part_at.
   // Partial results where partitions > 1: of partition g and packed row r (rows of all blocks one
   // after the other, kRows each), sums of P V at (g * all_rows + r) * partial_dim, {maximum, sum}
   // at g * all_rows + r.

@@ -112,7 +112,7 @@ __device__ __forceinline__ Parts parts_of(const Decode& d, const Lengths& length
 }
 
 // Where a part of a unit stands in the workspace: parts in order have growing numbers, each one
-// more than the last at least. A part is kRows rows of sums, and the outputs as threads have them:
+// more than the last at least. A part is the rows' sums, and the outputs as threads have them:
 // of row r and column c of a warp 4 features 8 apart, from 32 i + c on, at ((i * rows + r) * 8 + c)
 // * 4.
 __device__ __forceinline__ int64_t part_at(const Decode& d, int share, int batch, int kv_head) {
