@@ -73,17 +73,24 @@ def test_runs_are_bit_equal(library: Library, device: str, case: Case | CacheCas
             assert (buffer.bytes == first[name]).all(), f"{name} of run {i}"
 
 
-_STEPS = {"heads": (8, 2), "lengths": (1000, 3, 500, 127), "q_length": 1, "capacity": 1100, "in_place": True}
+_STEPS: dict[str, Any] = {
+    "heads": (8, 2),
+    "lengths": (1000, 3, 500, 127),
+    "q_length": 1,
+    "capacity": 1100,
+    "in_place": True,
+}
 
 
 @on_devices(
     *(
-        CacheCase(f"steps-{i}", dtype="float16", gpu=True, **(_STEPS | more))  # type: ignore[arg-type]
+        CacheCase(f"steps-{i}", dtype="float16", gpu=True, **(_STEPS | more))
         for i, more in enumerate(
             (
                 {"head_dim": 128},
                 {"head_dim": 64, "page_size": 16, "capacity": 1104, "rotary": "half"},
                 {"head_dim": 64, "heads": (16, 8), "lengths": (1000, 3, 500, 127) * 6, "q_length": 2},
+                {"head_dim": 128, "heads": (16, 8), "lengths": (3500, 0, 17, 900) * 3, "capacity": 3600},
             )
         )
     )
