@@ -64,10 +64,20 @@ _UNITS = [
          is_causal=1, lengths=(3600, 0, 5, 17, 3599, 1000, 64, 3400, 16, 2000, *(3600,) * (b - 10)), gpu=True)
     for b, dtype in ((10, "float16"), (12, "bfloat16"), (18, "float16"))
 ]  # fmt: skip
-DECODE = [*typed(*_FLOAT32), *_UNITS]
+# Of uneven length, in equal shares: a warp's run of tiles goes on from one unit to the next.
+_LONG_UNEVEN = (3590, 0, 1, 17, 2900, 3599, 64, 3, 720, 256, 40, 3000)
+_SHARES = [
+    Case("decode-shares-nans", dtype="float16", batch=12, heads=(16, 8), q_length=4, kv_length=3600, head_dim=64,
+         is_causal=1, sinks=True, lengths=_LONG_UNEVEN, nans=3, gpu=True),
+    Case("decode-shares-poison", dtype="bfloat16", batch=12, heads=(16, 8), q_length=1, kv_length=3600, head_dim=96,
+         value_dim=80, is_causal=1, left=1000, softcap=3.0, poison=np.nan, lengths=_LONG_UNEVEN, gpu=True),
+    Case("decode-shares-mask", dtype="bfloat16", batch=6, heads=(8, 8), q_length=2, kv_length=3600, head_dim=256,
+         mask="b11k", mask_dtype="T", lengths=_LONG_UNEVEN[:6], gpu=True),
+]  # fmt: skip
+DECODE = [*typed(*_FLOAT32), *_UNITS, *_SHARES]
 
 _PAGED = {"heads": (8, 2), "lengths": (299, 0, 130, 17), "q_length": 1, "capacity": 512, "head_dim": 64}
-CACHES = typed_caches(
+_CACHES = typed_caches(
     *(CacheCase(f"decode-pages-{n}", page_size=n, **_PAGED) for n in (0, 1, 16, 64, 128, 256)),
     *(CacheCase(f"decode-pages-{n}-d128", page_size=n, **(_PAGED | {"head_dim": 128, "capacity": n * (300 // n + 1)}))
       for n in (3, 24, 48)),
@@ -91,6 +101,12 @@ CACHES = typed_caches(
     CacheCase("decode-new-keys-masked", mask="b1qk", mask_keys=100, page_size=16, **(_PAGED | {"q_length": 2})),
     CacheCase("decode-nothing-new", page_size=16, append=False, **_PAGED),
 )  # fmt: skip
+CACHES = [
+    *_CACHES,
+    *(CacheCase(f"decode-shares-pages-{n}", dtype="float16", page_size=n, rotary=r, q_length=q, heads=(16, 8),
+                head_dim=128, capacity=3600, lengths=_LONG_UNEVEN, missing=missing, gpu=True)
+      for n, r, q, missing in ((0, "half", 1, ()), (16, "", 2, ((0, 5), (4, 1)))))
+]  # fmt: skip
 
 _ENDS = {"q_ends": (0, 1, 3, 3, 4), "k_ends": (2, 302, 400, 500, 501), "k_tokens": 510, "heads": (8, 2)}
 VARLEN = [

@@ -12,7 +12,7 @@ from cache_seam import CacheProblem
 from cases import Case
 from cases_decode import CACHES, DECODE, VARLEN
 from flashonnx._capi import CUDA, Device, Library
-from seam import Problem
+from seam import Buffer, Problem, address, current_stream
 from varlen_cases import VarlenCase
 
 
@@ -51,9 +51,10 @@ def test_unaligned_memory(library: Library, device: str, case: Case) -> None:
 
 _REPEATED = [
     *(c for c in DECODE if c.id in ("decode-uneven-float16", "decode-mask-bhqk-T-bfloat16", "decode-nans-float16",
-                                    "decode-uneven-units-lengths-float16", "decode-units-96-bfloat16")),
+                                    "decode-uneven-units-lengths-float16", "decode-units-96-bfloat16",
+                                    "decode-shares-nans")),
     *(c for c in CACHES if c.id in ("decode-pages-1-bfloat16", "decode-ragged-16-float16", "decode-pages-q5-float16",
-                                    "decode-uneven-units-pages-16-float16")),
+                                    "decode-uneven-units-pages-16-float16", "decode-shares-pages-16")),
     # enough keys for more blocks than a cluster has
     Case("long", dtype="bfloat16", batch=1, heads=(16, 8), q_length=1, kv_length=17_000, head_dim=64, gpu=True),
     Case("many-heads", dtype="float16", batch=50, heads=(16, 8), q_length=2, kv_length=300, head_dim=64, is_causal=1),
@@ -70,6 +71,59 @@ def test_runs_are_bit_equal(library: Library, device: str, case: Case | CacheCas
         problem.launch()
         for name, buffer in problem.outputs.items():
             assert (buffer.bytes == first[name]).all(), f"{name} of run {i}"
+
+
+_STEPS: dict[str, Any] = {
+    "heads": (8, 2),
+    "lengths": (1000, 3, 500, 127),
+    "q_length": 1,
+    "capacity": 1100,
+    "in_place": True,
+}
+
+
+@on_devices(
+    *(
+        CacheCase(f"steps-{i}", dtype="float16", gpu=True, **(_STEPS | more))
+        for i, more in enumerate(
+            (
+                {"head_dim": 128},
+                {"head_dim": 64, "page_size": 16, "capacity": 1104, "rotary": "half"},
+                {"head_dim": 64, "heads": (16, 8), "lengths": (1000, 3, 500, 127) * 6, "q_length": 2},
+                {"head_dim": 128, "heads": (16, 8), "lengths": (3500, 0, 17, 900) * 3, "capacity": 3600},
+            )
+        )
+    )
+)
+def test_steps_in_a_row(library: Library, device: str, case: CacheCase) -> None:
+    """Steps whose kernels overlap give the bits of steps with a pause after each: lengths and keys are of their own."""
+    import torch
+
+    steps, names = 40, ("Q", "K", "V", "cache_lengths")
+    random = np.random.default_rng(1)
+    given = case.inputs()
+    lengths = given["cache_lengths"] + case.q_length * np.arange(steps).reshape(-1, *[1] * given["cache_lengths"].ndim)
+    new = {n: random.standard_normal((steps, *given[n].shape)).astype(given[n].dtype) for n in names[:3]}
+    new["cache_lengths"] = lengths.astype(given["cache_lengths"].dtype)
+    stacked = {n: Buffer(x.shape, x.dtype, device, array=x) for n, x in new.items()}
+    found = []
+    for pause in (True, False):
+        problem = CacheProblem(library, case, device, inputs=given)
+        workspace = Buffer((library.workspace(problem.params),), np.int8, device)
+        outputs = Buffer((steps, *problem.outputs["Y"].shape), problem.outputs["Y"].dtype, device)
+        for step in range(steps):
+            for name in names:
+                problem.inputs[name].view[...] = stacked[name].view[step]
+            if pause and step == steps - 1:  # itself compared with the reference
+                before = {n: x.numpy() for n, x in problem.inputs.items()}
+                CacheProblem(library, case, device, inputs=before).check()
+            library.run(problem.params, address(workspace.view), current_stream(device))
+            outputs.view[step] = problem.outputs["Y"].view
+            if pause:
+                torch.cuda.synchronize()
+        found.append([outputs.numpy(), *(problem.inputs[n].numpy() for n in ("key_cache", "value_cache"))])
+    for paused, row in zip(*found, strict=True):
+        assert paused.tobytes() == row.tobytes()
 
 
 _MATES = Case("mates", dtype="float16", batch=6, heads=(8, 2), q_length=1, kv_length=3000, head_dim=64,

@@ -150,7 +150,7 @@ flashonnx_status execute(const Params& params, Plan& plan, char* workspace, void
   workspace += plan.resolved.bytes;
 #ifdef FLASHONNX_WITH_CUDA
   if (plan.resolved.prepare && plan.kernel->launch == decode::launch)
-    return decode::launch_after_append(p, workspace, stream);
+    return decode::launch_after_append(p, params, workspace, stream);
 #endif
   return plan.kernel->launch(p, workspace, stream);
 }

@@ -6,6 +6,8 @@
 
 namespace flashonnx::decode {
 
-flashonnx_status launch_after_append(const Params& params, void* workspace, void* stream);
+// `given`: the problem before it was resolved.
+flashonnx_status launch_after_append(const Params& params, const Params& given, void* workspace,
+                                     void* stream);
 
 }  // namespace flashonnx::decode

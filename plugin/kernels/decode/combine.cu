@@ -3,8 +3,10 @@
 // Grid: linear in x, a warp for each packed row. Block: 4 warps, no shared memory.
 #include <cuda_runtime.h>
 
+#include "kernels/decode/config.h"
 #include "kernels/decode/finish.cuh"
 #include "kernels/decode/launch.h"
+#include "kernels/decode/share.cuh"
 
 namespace flashonnx::decode {
 namespace {
@@ -40,16 +42,97 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
 }
 
-}  // namespace
+// Likewise the parts of equal shares.
+//
+// Grid: units, rows. Block: 4 warps, which take turns in the parts of a row.
+__global__ void __launch_bounds__(32 * kWarps)
+    combine_shares(const __grid_constant__ Problem p, const __grid_constant__ Decode d) {
+  constexpr int kRows = Tiling128::kRows;
+  constexpr int kAhead = 4;  // parts that a warp asks for at once
+  __shared__ float4 of_warp[kWarps][32];
+  let_dependents_launch();
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = blockIdx.y;
+  const int batch = d.kv_heads.quotient(blockIdx.x);
+  const int kv_head = blockIdx.x - batch * d.kv_heads.divisor;
+  if (d.first_queries) wait_for_predecessor();
+  const Lengths lengths(p, d, kRows);
+  const Rows rows = lengths.unit(p, d, batch, kv_head).rows;
+  const Parts parts = parts_of(d, lengths, batch, kv_head);
+  wait_for_predecessor();
+  if (row >= rows.count) return;
+  const int token = d.first_queries ? d.first_queries[batch] : 0;
+  const int64_t at = part_at(d, parts.first, batch, kv_head);
+  const auto sums_of = [&](int i) { return d.partial_sums[at + int64_t{i} * d.rows + row]; };
+  Sums sums;
+  const float2 mine = lane < parts.count ? sums_of(lane) : float2{-FLT_MAX, 0.f};
+#pragma unroll 1
+  for (int first = 0; first < d.partial_dim; first += 128) {
+    const auto output_of = [&](int i) {
+      return reinterpret_cast<const float4*>(
+          d.partial_outputs +
+          (at + int64_t{i} * d.rows) *
+              d.partial_dim)[(first / 32 + lane / 8) * d.rows * 8 + row * 8 + lane % 8];
+    };
+    const bool inside = first + lane / 8 * 32 < d.partial_dim;
+    float4 x[kAhead];
+    float maximum[kAhead];
+    const auto ask = [&](int i) {
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        const bool there = i + j * kWarps < parts.count && inside;
+        x[j] = there ? output_of(i + j * kWarps) : float4{0.f, 0.f, 0.f, 0.f};
+        maximum[j] = there ? sums_of(i + j * kWarps).x : -FLT_MAX;
+      }
+    };
+    ask(warp);
+    if (first == 0) {
+      sums.maximum = mine.x;
+      for (int i = lane + 32; i < parts.count; i += 32)
+        sums.maximum = fmaxf(sums.maximum, sums_of(i).x);
+#pragma unroll
+      for (int distance = 1; distance < 32; distance *= 2)
+        sums.maximum = fmaxf(sums.maximum, __shfl_xor_sync(0xffffffffu, sums.maximum, distance));
+      sums.sum = exp2_approximate(mine.x - sums.maximum) * mine.y;
+      for (int i = lane + 32; i < parts.count; i += 32)
+        sums.sum = fmaf(exp2_approximate(sums_of(i).x - sums.maximum), sums_of(i).y, sums.sum);
+#pragma unroll
+      for (int distance = 1; distance < 32; distance *= 2)
+        sums.sum += __shfl_xor_sync(0xffffffffu, sums.sum, distance);
+    }
+    float4 all = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 1
+    for (int i = warp; i < parts.count; i += kAhead * kWarps) {
+      if (i != warp) ask(i);
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        const float weight = exp2_approximate(maximum[j] - sums.maximum);
+        all.x = fmaf(weight, x[j].x, all.x), all.y = fmaf(weight, x[j].y, all.y);
+        all.z = fmaf(weight, x[j].z, all.z), all.w = fmaf(weight, x[j].w, all.w);
+      }
+    }
+    of_warp[warp][lane] = all;
+    __syncthreads();
+    // Four features 8 apart become neighbours: thread t has feature `first` + t.
+    const int t = threadIdx.x;
+    const float* const from =
+        reinterpret_cast<const float*>(of_warp) + (t / 32 * 8 + t % 8) * 4 + t % 32 / 8;
+    float output = 0.f;
+#pragma unroll
+    for (int j = 0; j < kWarps; ++j) output += from[j * 128];
+    const OutputRow out(p, d, rows, token, row, sums, first + t == 0);
+    if (first + t < p.value_dim) store_element(p, out.at + first + t, output * out.scale);
+    __syncthreads();
+  }
+}
 
-flashonnx_status launch_combine(const Problem& problem, const Decode& decode, bool bfloat16,
-                                bool overlap, cudaStream_t stream) {
+flashonnx_status launch_combining(void (*kernel)(Problem, Decode), dim3 grid,
+                                  const Problem& problem, const Decode& decode, bool overlap,
+                                  cudaStream_t stream) {
   cudaLaunchAttribute attribute = {};
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>((decode.all_rows + kWarps - 1) / kWarps));
+  config.gridDim = grid;
   config.blockDim = dim3(32 * kWarps);
   config.stream = stream;
-  const auto kernel = bfloat16 ? combine<__nv_bfloat16> : combine<__half>;
   bool hopper = false;
   FLASHONNX_RETURN_IF_ERROR(has_hopper_code(reinterpret_cast<const void*>(kernel), &hopper));
   if (hopper && overlap) {
@@ -58,6 +141,21 @@ flashonnx_status launch_combine(const Problem& problem, const Decode& decode, bo
     config.numAttrs = 1;
   }
   return cuda_status(cudaLaunchKernelEx(&config, kernel, problem, decode), "decode combine kernel");
+}
+
+}  // namespace
+
+flashonnx_status launch_combine_shares(const Problem& problem, const Decode& decode, int64_t units,
+                                       bool overlap, cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>(units), static_cast<unsigned>(decode.rows));
+  return launch_combining(combine_shares, grid, problem, decode, overlap, stream);
+}
+
+flashonnx_status launch_combine(const Problem& problem, const Decode& decode, bool bfloat16,
+                                bool overlap, cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>((decode.all_rows + kWarps - 1) / kWarps));
+  return launch_combining(bfloat16 ? combine<__nv_bfloat16> : combine<__half>, grid, problem,
+                          decode, overlap, stream);
 }
 
 }  // namespace flashonnx::decode

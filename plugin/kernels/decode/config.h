@@ -8,13 +8,15 @@
 
 namespace flashonnx::decode {
 
+constexpr int kTileKeys = 16;
+
 template <int kDim_, int kRowTiles_, int kStages_>
 struct Tiling {
   static constexpr int kDim = kDim_;
   static constexpr int kRowTiles = kRowTiles_;  // of 8 queries
   static constexpr int kRows = 8 * kRowTiles;
   static constexpr int kStages = kStages_;  // tiles of keys that a warp has on their way
-  static constexpr int kKeys = 16;          // of a tile
+  static constexpr int kKeys = kTileKeys;   // of a tile
   static constexpr int kSteps = kDim / 16;  // of Q K^T over features; tiles of V^T P^T's rows
   static constexpr int kMaxWarps = 8;
 

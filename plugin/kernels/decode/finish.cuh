@@ -9,7 +9,7 @@
 #include "kernels/common/finish.cuh"
 #include "kernels/common/overlap.cuh"
 #include "kernels/decode/cluster.cuh"
-#include "kernels/decode/mask.cuh"
+#include "kernels/decode/tile.cuh"
 
 namespace flashonnx::decode {
 
@@ -45,22 +45,35 @@ __device__ __forceinline__ float4 outputs_of(int count, float maximum, Part part
   return all;
 }
 
-// Four features of a row of the output, from `feature` on, and its lse. `token`: the first of a
-// ragged batch's sequence.
+// A row of the output: where its first feature is, and what its sums are to be multiplied by.
+// `token`: the first of a ragged batch's sequence.
+struct OutputRow {
+  int64_t at;
+  float scale;
+
+  __device__ __forceinline__ OutputRow(const Problem& p, const Decode& d, const Rows& rows,
+                                       int token, int row, const Sums& sums, bool with_lse) {
+    const int head = rows.head(d, row), query = token + rows.query(d, row);
+    const int64_t batch = d.first_queries ? 0 : rows.batch;
+    if (with_lse && p.lse.data) {
+      static_cast<float*>(p.lse.data)[batch * p.lse.batch + head * p.lse.head + query * p.lse.row] =
+          natural_lse(p, sums.maximum, sums.sum);
+    }
+    at = batch * p.o.batch + head * p.o.head + query * p.o.row;
+    scale = normaliser(p, head, sums.maximum, sums.sum);
+  }
+};
+
+// Four features of a row, from `feature` on, and its lse.
 template <class T>
 __device__ __forceinline__ void store_output(const Problem& p, const Decode& d, const Rows& rows,
                                              int token, int row, int feature, const Sums& sums,
                                              float4 output) {
-  const int head = rows.head(d, row), query = token + rows.query(d, row);
-  const int64_t batch = d.first_queries ? 0 : rows.batch;
-  if (feature == 0 && p.lse.data) {
-    static_cast<float*>(p.lse.data)[batch * p.lse.batch + head * p.lse.head + query * p.lse.row] =
-        natural_lse(p, sums.maximum, sums.sum);
-  }
+  const OutputRow out(p, d, rows, token, row, sums, feature == 0);
   if (feature >= p.value_dim) return;
-  const float scale = normaliser(p, head, sums.maximum, sums.sum);
-  const int64_t at = batch * p.o.batch + head * p.o.head + query * p.o.row + feature;
-  const float x[4] = {output.x * scale, output.y * scale, output.z * scale, output.w * scale};
+  const int64_t at = out.at + feature;
+  const float x[4] = {output.x * out.scale, output.y * out.scale, output.z * out.scale,
+                      output.w * out.scale};
   if (d.o_vectors) {
     *reinterpret_cast<uint2*>(static_cast<T*>(p.o.data) + at) = {pack<T>(x[0], x[1]),
                                                                  pack<T>(x[2], x[3])};

@@ -15,10 +15,8 @@ struct Block {
   const Work work;
   const int queries;
   const Rows rows;
-  KeyRange range;
-  int begin, end;              // keys that any of the rows sees
-  int clear_begin, clear_end;  // keys that all of them see
-  int first_tile, last_tile;   // of this block: [first, last)
+  const Keys keys;
+  int first_tile, last_tile;  // of this block: [first, last)
 
   __device__ __forceinline__ Block(const Problem& p, const Decode& d)
       : p(p),
@@ -27,61 +25,15 @@ struct Block {
         queries(queries_of(p, d, work.batch)),
         rows{work.row_tile * C::kRows,
              min(rows_from(p, d, queries, work.row_tile * C::kRows), C::kRows), work.batch,
-             work.kv_head} {
-    range = range_of(p, d, queries, keys_of(p, d, work.batch));
-    const int first = rows.query(d, 0), last = rows.query(d, rows.count - 1);
-    begin = range.lower(first), end = range.upper(last);
-    clear_begin = range.lower(last), clear_end = range.upper(first);
-    const int from = begin / C::kKeys;
-    const int tiles = end > begin ? (end - 1) / C::kKeys - from + 1 : 0;
+             work.kv_head},
+        keys(p, d, rows, queries, keys_of(p, d, work.batch)) {
     // Shares differ by a tile at most.
     const int part = work.partition * d.cluster.divisor + work.rank;
-    const int share = d.parts.quotient(tiles), longer = tiles - share * d.parts.divisor;
-    first_tile = from + part * share + min(part, longer);
+    const int share = d.parts.quotient(keys.tiles), longer = keys.tiles - share * d.parts.divisor;
+    first_tile = keys.first_tile + part * share + min(part, longer);
     last_tile = first_tile + share + (part < longer ? 1 : 0);
   }
 };
-
-// Copies Q, all threads of the block together; rows that are not there become zeros.
-template <class T, class C>
-__device__ __forceinline__ void copy_queries(const Block<T, C>& block, uint32_t shared) {
-  constexpr int kChunks = C::kDim / 8;
-  const Problem& p = block.p;
-  const Decode& d = block.d;
-  const int64_t batch = d.first_queries ? 0 : block.work.batch;
-  const int64_t token = d.first_queries ? d.first_queries[block.work.batch] : 0;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < C::kRows * kChunks; i += blockDim.x) {
-    const int row = i / kChunks, chunk = i % kChunks;
-    uint4 x = {0, 0, 0, 0};
-    const int valid = min(p.head_dim - chunk * 8, 8);
-    if (row < block.rows.count && valid > 0) {
-      const T* const from = static_cast<const T*>(p.q.data) + batch * p.q.batch +
-                            block.rows.head(d, row) * p.q.head +
-                            (token + block.rows.query(d, row)) * p.q.row + chunk * 8;
-      x = d.q_vectors ? *reinterpret_cast<const uint4*>(from) : sm80::load_elements(from, valid);
-    }
-    sm80::store_shared(shared + tile_offset<C>(row, chunk), x);
-  }
-}
-
-// Q^T as the mma's B operand.
-template <class C>
-__device__ __forceinline__ void load_queries(const Lane& lane, uint32_t shared, Queries<C>& q) {
-  const uint32_t from = shared + tile_offset<C>(lane.lane % 8, lane.lane / 8 % 2);
-#pragma unroll
-  for (int n = 0; n < C::kRowTiles; ++n) {
-#pragma unroll
-    for (int step = 0; step < C::kSteps; step += 2) {
-      // Matrices 0 and 1 are those of `step`; lanes 16 and up address the next step's.
-      uint32_t x[4];
-      const uint32_t at = advance(from, 2 * step) ^ lane.lane / 16 * 32;
-      sm80::load_matrices(x, at + n * 8 * C::kDim * 2);
-      q[step][n][0] = x[0], q[step][n][1] = x[1];
-      q[step + 1][n][0] = x[2], q[step + 1][n][1] = x[3];
-    }
-  }
-}
 
 template <class T, class C, bool kCareful>
 __device__ __forceinline__ void walk(const Block<T, C>& block, const Shared<C>& shared,
@@ -89,11 +41,15 @@ __device__ __forceinline__ void walk(const Block<T, C>& block, const Shared<C>& 
   const Problem& p = block.p;
   const Decode& d = block.d;
   const Lane& lane = block.lane;
-  const Loader<T, C> loader(p, d, block.work, block.begin, block.end);
+  const Loader<T, C> loader(p, d, block.work.batch, block.work.kv_head, block.keys.begin,
+                            block.keys.end);
   const uint32_t ring = sm80::shared_address(shared.rings) + lane.warp * C::kRingBytes;
   const int step = d.warps;
-  if (!kCareful) wait_for_predecessor();
   int tile = block.first_tile + lane.warp, ahead = tile;
+  // Keys of the first tiles that were there before those which the kernel before appends.
+  const int first_end = min(tile + (C::kStages - 1) * step + 1, block.last_tile);
+  const bool early = d.early && first_end * C::kKeys <= block.keys.end - d.added;
+  if (!kCareful && !early) wait_for_predecessor();
   const auto first_pages = loader.first_pages(ahead, step);
   bool missing = false;  // a page, in this tile or one before
 #pragma unroll 1
@@ -104,54 +60,23 @@ __device__ __forceinline__ void walk(const Block<T, C>& block, const Shared<C>& 
     commit_copies();
     ahead += step;
   }
+  if (!kCareful && early) wait_for_predecessor();
   int32_t page = loader.page_of_tile(ahead);
   Queries<C> q;
   if (!kCareful) {
-    copy_queries(block, shared.queries);
+    copy_queries<T, C>(p, d, block.rows, threadIdx.x, blockDim.x, shared.queries);
     __syncthreads();
   }
   load_queries<C>(lane, shared.queries, q);
   clear<C>(state);
-  // Lane l gives ldmatrix row l % 8 of matrix l / 8: of K keys 0-7 and 8-15 of 8 features, then of
-  // the next 8; of V 8 features and the next 8 of keys 0-7, then of keys 8-15.
-  const int row = lane.lane % 8, matrix = lane.lane / 8;
-  const uint32_t lane_k = tile_offset<C>(row + matrix % 2 * 8, matrix / 2);
-  const uint32_t lane_v = C::kTileBytes + tile_offset<C>(row + matrix / 2 * 8, matrix % 2);
-  const bool general = d.cap_out > 0.f || p.mask.data;
+  const TileLane<C> at(lane.lane);
   uint32_t stage = ring;
 #pragma unroll 1
   for (; tile < block.last_tile; tile += step) {
-    const int first_key = tile * C::kKeys;
     wait_copies<C::kStages - 1>();
     __syncwarp();
-    Scores<C> scores;
-    multiply_keys<T, C>(stage + lane_k, q, scores);
-    float factor = d.factor;
-    if (general) {
-      if (d.cap_out > 0.f) cap_scores<C>(d, scores), factor = 1.f;
-      if (p.mask.data) {
-        add_mask<C>(p, d, lane, block.rows, first_key, block.range.limit, factor, scores);
-        factor = 1.f;
-      }
-    }
-    if (d.block_table && __any_sync(0xffffffffu, missing))
-      mask_missing_pages(loader, lane, first_key, scores);
-    if (first_key < block.clear_begin || first_key + C::kKeys > block.clear_end)
-      apply_bounds<C>(d, block.range, lane, block.rows, first_key, scores);
-    raise_maxima<C>(scores, factor, state);
-    if constexpr (kCareful) {
-      Scores<C> masked;
-#pragma unroll
-      for (int n = 0; n < C::kRowTiles; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) masked[n][i] = scores[n][i];
-      }
-      exponentiate<C>(factor, scores, state);
-      add_values_carefully<T, C>(lane, masked, scores, stage + C::kTileBytes, state);
-    } else {
-      exponentiate<C>(factor, scores, state);
-      add_values<T, C>(scores, stage + lane_v, state);
-    }
+    attend_tile<T, C, kCareful>(p, d, lane, at, block.rows, block.keys, tile, stage, missing, q,
+                                state);
     __syncwarp();
     if (ahead < block.last_tile) missing |= !loader.copy(p, ahead, page, stage);
     commit_copies();
@@ -179,7 +104,7 @@ __global__ void __launch_bounds__(32 * C::kMaxWarps, 1)
     attend(const __grid_constant__ Problem p, const __grid_constant__ Decode d) {
   unsigned char* const memory = sm80::shared_memory();
   // What does not read memory is done before: see Grid::overlap.
-  if (p.key_lengths || d.first_queries || d.first_keys) wait_for_predecessor();
+  if (!d.early && (p.key_lengths || d.first_queries || d.first_keys)) wait_for_predecessor();
   const Block<T, C> block(p, d);
   if (block.rows.count <= 0) return;  // the whole cluster, which has waited
   const Shared<C> shared(memory, d.warps);
@@ -191,9 +116,7 @@ __global__ void __launch_bounds__(32 * C::kMaxWarps, 1)
     RowState<C> state;
     walk<T, C, false>(block, shared, state);
     let_dependents_launch();  // not before: until now there is no room for them
-    const bool may_be_masked =
-        p.mask.data || block.clear_begin > block.begin || block.clear_end < block.end;
-    if (may_be_masked && __any_sync(0xffffffffu, holds_nonfinite<C>(state))) {
+    if (may_be_masked(p, block.keys) && __any_sync(0xffffffffu, holds_nonfinite<C>(state))) {
       attend_carefully<T, C>(p, d, memory);
     } else {
       publish<C>(block.lane, state, reinterpret_cast<float*>(shared.rings), shared.sums);

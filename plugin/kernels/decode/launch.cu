@@ -17,13 +17,13 @@ constexpr int64_t divide_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
 
 // What the choice of a grid knows of a tiling.
 struct Shape {
-  int dim, rows, ring_bytes, extra_bytes, own_bytes;
+  int dim, rows, ring_bytes, query_bytes, extra_bytes, own_bytes;
   flashonnx_status (*launch)(const Problem&, const Decode&, const Grid&, bool, cudaStream_t);
 };
 
 template <class C>
 constexpr Shape shape_of(decltype(Shape::launch) launch) {
-  return {C::kDim, C::kRows, C::kRingBytes, C::kExtraBytes, C::kOwnBytes, launch};
+  return {C::kDim, C::kRows, C::kRingBytes, C::kQueryBytes, C::kExtraBytes, C::kOwnBytes, launch};
 }
 
 Shape shape_of(const Params& params) {
@@ -40,9 +40,10 @@ Shape shape_of(const Params& params) {
 
 constexpr int kMaxWarps = Tiling128::kMaxWarps;
 constexpr int64_t kMaxResident = 4;  // blocks on a multiprocessor
-constexpr int64_t kTileKeys = Tiling128::kKeys;
 constexpr int64_t kMaxPartitions = 64;
-constexpr int64_t kFixedSplits = 8;  // where results may not depend on batch mates
+constexpr int64_t kMostLengths = 32;              // of a batch in equal shares
+constexpr int64_t kShareRows = Tiling128::kRows;  // of its units
+constexpr int64_t kFixedSplits = 8;               // where results may not depend on batch mates
 
 // Elements of the unit in which places of keys are counted: a vector's, or one.
 int64_t place_unit(const Params& params) {
@@ -82,6 +83,7 @@ int64_t max_cluster(const flashonnx_device& device) {
 
 struct Split {
   int64_t warps, cluster, partitions;
+  int64_t blocks = 0;  // of equal shares of all tiles, one for each warp; 0: otherwise
 };
 
 // Over how many blocks, of how many warps, the keys of a tile of rows are spread: a cluster, which
@@ -129,6 +131,15 @@ Split split_of(const Params& params, const Shape& shape) {
   int64_t cluster = std::min(wanted, largest);
   if (cluster > 2) cluster = std::min(cluster, slots * 9 / 10 / units);
   constexpr int64_t kMuch = 128 * 128;  // tiles times head size
+  // Where a tenth is idle, and there is not much less to read, equal shares of all tiles, if a
+  // warp's lanes can hold all lengths. Not of so few units that each has a hundred parts and more.
+  constexpr int64_t kMostTiles = std::numeric_limits<int32_t>::max();
+  const int64_t turns = divide_up(cluster * units, slots);
+  if (10 * cluster * units < 9 * turns * slots && units * largest > processors &&
+      rows <= kShareRows && params.batch <= kMostLengths && units * tiles <= kMostTiles &&
+      16 * units * tiles * shape.dim >= 7 * kMuch * processors) {
+    return {whole, 1, 1, processors};
+  }
   if (10 * cluster * units < 8 * slots && rows <= shape.rows &&
       units * tiles * shape.dim >= kMuch * processors) {
     for (const int64_t blocks : {int64_t{2}, kMaxResident}) {  // on a multiprocessor
@@ -143,6 +154,16 @@ Split split_of(const Params& params, const Shape& shape) {
 
 int64_t partial_bytes(const Params& params, int64_t rows, int64_t partitions) {
   return partitions > 1 ? partitions * rows * (divide_up(params.value_dim, 4) * 4 + 2) * 4 : 0;
+}
+
+// Equal shares: units have parts, one more than there are changes from one warp or unit to the
+// next.
+int64_t parts_of(const Params& params, const Split& split) {
+  return split.blocks * split.warps + params.batch * params.kv_heads;
+}
+
+int64_t part_bytes(const Shape& shape, int64_t parts, int64_t rows) {
+  return parts * rows * (shape.dim + 2) * 4;
 }
 
 // Whether it is faster with several queries than kernels that do not split keys. Measured on an
@@ -186,9 +207,11 @@ const char* refusal(const Params& params) {
 int64_t workspace(const Params& params) {
   const Shape shape = shape_of(params);
   const int64_t rows = params.q_heads / params.kv_heads * params.q_length;
+  const Split split = split_of(params, shape);
+  if (split.blocks > 0) return part_bytes(shape, parts_of(params, split), rows);
   return partial_bytes(params,
                        params.batch * params.kv_heads * divide_up(rows, shape.rows) * shape.rows,
-                       split_of(params, shape).partitions);
+                       split.partitions);
 }
 
 // Partitions are at most the blocks that run side by side, over the number of units of kRows rows.
@@ -204,12 +227,17 @@ int64_t workspace_bound(const Params& params) {
   int64_t rows = 0;
   for (const Shape& shape : shapes)
     rows = std::max(rows, int64_t{params.device.sm_count} * kMaxResident * shape.rows);
-  return rows * (divide_up(params.value_dim, 4) * 4 + 2) * 4;
+  const int64_t units = std::min(params.batch, kMostLengths) * params.kv_heads;
+  return std::max(
+      rows * (divide_up(params.value_dim, 4) * 4 + 2) * 4,
+      part_bytes(shape_of(params), params.device.sm_count * kMaxWarps + units, kShareRows));
 }
 
 namespace {
 
-flashonnx_status launch_grid(const Params& params, bool after_append, void* workspace,
+// `given`: of a problem whose cache a kernel before this appends to, as the caller has it; else
+// null.
+flashonnx_status launch_grid(const Params& params, const Params* given, void* workspace,
                              void* stream) {
   const Shape shape = shape_of(params);
   const Split split = split_of(params, shape);
@@ -227,6 +255,13 @@ flashonnx_status launch_grid(const Params& params, bool after_append, void* work
     d.first_queries = static_cast<const int32_t*>(params.cu_seqlens_q.data);
   if (present(params.cu_seqlens_k))
     d.first_keys = static_cast<const int32_t*>(params.cu_seqlens_k.data);
+  if (given && present(given->cache_k) && !d.first_queries) {
+    problem.key_lengths = given->cache_lengths.data;
+    problem.key_lengths_stride = given->cache_lengths.stride[0];
+    problem.lengths_64 = given->cache_lengths.dtype == FLASHONNX_INT64;
+    d.early = 1;
+    d.added = present(given->k) ? static_cast<int32_t>(given->q_length) : 0;
+  }
   d.page_size = Divider(1), d.pages = 1;
   const int64_t unit = place_unit(params);
   d.unit_bytes = static_cast<uint32_t>(unit * 2);
@@ -280,13 +315,24 @@ flashonnx_status launch_grid(const Params& params, bool after_append, void* work
     d.partial_sums = reinterpret_cast<float2*>(d.partial_outputs +
                                                split.partitions * d.all_rows * d.partial_dim);
   }
+  if (split.blocks > 0) {
+    d.rows = static_cast<int32_t>(group * params.q_length);
+    d.batches = static_cast<int32_t>(params.batch);
+    d.parts = Divider(static_cast<uint32_t>(split.blocks * split.warps));
+    d.partial_dim = shape.dim;
+    d.partial_outputs = static_cast<float*>(workspace);
+    d.partial_sums =
+        reinterpret_cast<float2*>(d.partial_outputs + parts_of(params, split) * d.rows * shape.dim);
+  }
   Grid grid = {};
   grid.units = units, grid.cluster = split.cluster, grid.partitions = split.partitions;
   grid.adaptable = !params.fixed_split && split.partitions == 1;
   grid.shared_bytes =
       d.warps * shape.ring_bytes + (split.cluster > 1 ? shape.extra_bytes : shape.own_bytes);
+  if (split.blocks > 0) grid.shared_bytes = d.warps * (shape.ring_bytes + shape.query_bytes);
+  grid.blocks = split.blocks;
   grid.shared_limit = params.device.shared_memory;
-  grid.room = after_append;
+  grid.room = given != nullptr;
   // Where it takes long, there is nothing to win.
   constexpr int64_t kLongBytes = int64_t{512} << 20;
   const int64_t bytes =
@@ -295,6 +341,7 @@ flashonnx_status launch_grid(const Params& params, bool after_append, void* work
   FLASHONNX_RETURN_IF_ERROR(driver_overlaps(&overlaps));
   grid.overlap = params.device.arch == 90 && overlaps && (bytes < kLongBytes || grid.room);
   FLASHONNX_RETURN_IF_ERROR(shape.launch(problem, d, grid, bfloat16, cuda_stream));
+  if (split.blocks > 0) return launch_combine_shares(problem, d, units, grid.overlap, cuda_stream);
   if (split.partitions == 1) return ok();
   return launch_combine(problem, d, bfloat16, grid.overlap, cuda_stream);
 }
@@ -302,11 +349,12 @@ flashonnx_status launch_grid(const Params& params, bool after_append, void* work
 }  // namespace
 
 flashonnx_status launch(const Params& params, void* workspace, void* stream) {
-  return launch_grid(params, false, workspace, stream);
+  return launch_grid(params, nullptr, workspace, stream);
 }
 
-flashonnx_status launch_after_append(const Params& params, void* workspace, void* stream) {
-  return launch_grid(params, true, workspace, stream);
+flashonnx_status launch_after_append(const Params& params, const Params& given, void* workspace,
+                                     void* stream) {
+  return launch_grid(params, &given, workspace, stream);
 }
 
 }  // namespace flashonnx::decode

@@ -5,8 +5,31 @@
 
 #include "kernels/decode/kernel.cuh"
 #include "kernels/decode/launch.h"
+#include "kernels/decode/shares.cuh"
 
 namespace flashonnx::decode {
+
+template <class T, class C>
+flashonnx_status launch_shares(const Problem& p, const Decode& d, const Grid& grid,
+                               cudaStream_t stream) {
+  const auto kernel = attend_shares<T, C>;
+  FLASHONNX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                            static_cast<int>(grid.shared_limit)));
+  bool hopper = false;
+  FLASHONNX_RETURN_IF_ERROR(has_hopper_code(reinterpret_cast<const void*>(kernel), &hopper));
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+  attributes[0].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
+  attributes[1] = overlap_attribute();
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(grid.blocks));
+  config.blockDim = dim3(32 * d.warps);
+  config.dynamicSmemBytes = grid.shared_bytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = hopper && grid.overlap ? 2 : 1;
+  return cuda_status(cudaLaunchKernelEx(&config, kernel, p, d), "decode attention kernel");
+}
 
 template <class T, class C>
 flashonnx_status launch_kernel(const Problem& p, Decode d, const Grid& grid, cudaStream_t stream) {
@@ -55,6 +78,11 @@ flashonnx_status launch_kernel(const Problem& p, Decode d, const Grid& grid, cud
 template <class C>
 flashonnx_status launch_tiling(const Problem& p, const Decode& d, const Grid& grid, bool bfloat16,
                                cudaStream_t stream) {
+  if constexpr (C::kRowTiles == 1) {
+    if (grid.blocks > 0)
+      return bfloat16 ? launch_shares<__nv_bfloat16, C>(p, d, grid, stream)
+                      : launch_shares<__half, C>(p, d, grid, stream);
+  }
   return bfloat16 ? launch_kernel<__nv_bfloat16, C>(p, d, grid, stream)
                   : launch_kernel<__half, C>(p, d, grid, stream);
 }

@@ -31,6 +31,27 @@ __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
+// A number that a kernel before the last one may have written. Before the wait for that one it
+// comes past the first-level cache, which may hold what stood there earlier.
+template <class Integer>
+__device__ __forceinline__ Integer read(const Integer* from, bool early) {
+  return early ? __ldcg(from) : *from;
+}
+
+// Keys of a sequence.
+__device__ __forceinline__ int32_t keys_of(const Problem& p, const Decode& d, int32_t batch) {
+  int64_t keys = p.key_length;
+  if (d.first_keys) {
+    keys = d.first_keys[batch + 1] - d.first_keys[batch];
+  } else if (p.key_lengths) {
+    const int64_t at = batch * p.key_lengths_stride;
+    keys = p.lengths_64 ? read(static_cast<const long long*>(p.key_lengths) + at, d.early)
+                        : read(static_cast<const int32_t*>(p.key_lengths) + at, d.early);
+    keys = clamp(keys, 0, p.key_length) + d.added;
+  }
+  return static_cast<int32_t>(min(keys, int64_t{p.key_length}));
+}
+
 // Copies tiles of the keys of one batch entry and key head. Where a key stands is worked out by two
 // lanes, l % 16 == key % 16: those before 16 for K, the others for V; so pages cost a look-up and a
 // few instructions a tile, whatever their size. Then a lane copies chunks lane % 8 + 8 c of rows
@@ -43,27 +64,31 @@ class Loader {
   static constexpr uint32_t kNowhere = 0xffffffff;
 
   // Keys outside [begin, end) are not read and become zeros.
-  __device__ __forceinline__ Loader(const Problem& p, const Decode& d, const Work& work, int begin,
-                                    int end)
+  __device__ __forceinline__ Loader(const Problem& p, const Decode& d, int batch, int kv_head,
+                                    int begin, int end)
       : d_(d),
-        begin_(begin),
-        count_(max(end - begin, 0)),
         row_units_(lane() < C::kKeys ? d.k_row_units : d.v_row_units),
         page_units_(lane() < C::kKeys ? d.k_page_units : d.v_page_units) {
-    const int64_t token = d.first_keys ? d.first_keys[work.batch] : 0;
-    const int64_t batch = d.block_table || d.first_keys ? 0 : work.batch;
+    move_to(p, batch, kv_head, begin, end);
+  }
+
+  __device__ __forceinline__ void move_to(const Problem& p, int of_batch, int kv_head, int begin,
+                                          int end) {
+    begin_ = begin, count_ = max(end - begin, 0);
+    const int64_t token = d_.first_keys ? d_.first_keys[of_batch] : 0;
+    const int64_t batch = d_.block_table || d_.first_keys ? 0 : of_batch;
     k_ = static_cast<const char*>(p.k.data) +
-         2 * (batch * p.k.batch + work.kv_head * p.k.head + token * p.k.row) + lane() % 8 * 16;
+         2 * (batch * p.k.batch + kv_head * p.k.head + token * p.k.row) + lane() % 8 * 16;
     v_ = static_cast<const char*>(p.v.data) +
-         2 * (batch * p.v.batch + work.kv_head * p.v.head + token * p.v.row) + lane() % 8 * 16;
-    table_ = d.block_table + work.batch * d.table_batch;
+         2 * (batch * p.v.batch + kv_head * p.v.head + token * p.v.row) + lane() % 8 * 16;
+    table_ = d_.block_table + of_batch * d_.table_batch;
     asm("" : "+l"(k_), "+l"(v_));  // or the tensors' addresses are added again and again
   }
 
   // The page of the lane's key of a tile: asked for a tile earlier than the tile itself.
-  __device__ __forceinline__ int32_t page_of_tile(int tile) const {
+  __device__ __forceinline__ int32_t page_of_tile(int tile, bool early = false) const {
     const int key = tile * C::kKeys + lane() % C::kKeys;
-    return d_.block_table && inside(key) ? page_of(key) : 0;
+    return d_.block_table && inside(key) ? page_of(key, early) : 0;
   }
 
   // Those of the first kStages tiles, `step` apart, at once: one after the other they would take as
@@ -76,7 +101,7 @@ class Loader {
     FirstPages first;
 #pragma unroll
     for (int j = 0; j < (C::kStages + 1) / 2; ++j)
-      first.at[j] = page_of_tile(tile + (2 * j + lane() / C::kKeys) * step);
+      first.at[j] = page_of_tile(tile + (2 * j + lane() / C::kKeys) * step, d_.early);
     return first;
   }
 
@@ -138,8 +163,8 @@ class Loader {
     return static_cast<uint32_t>(key - begin_) < count_;
   }
 
-  __device__ __forceinline__ int32_t page_of(int key) const {
-    return table_[d_.page_size.quotient(key) * d_.table_page];
+  __device__ __forceinline__ int32_t page_of(int key, bool early = false) const {
+    return read(table_ + d_.page_size.quotient(key) * d_.table_page, early);
   }
 
   // The lane's chunks of a row that is not one of whole, aligned chunks. A call, so that the loops
@@ -156,8 +181,8 @@ class Loader {
   }
 
   const Decode& d_;
-  const int begin_;
-  const uint32_t count_;
+  int begin_;
+  uint32_t count_;
   const uint32_t row_units_, page_units_;
   const char *k_, *v_;  // the lane's first chunk of key 0, or of slot 0 of page 0
   const int32_t* table_;

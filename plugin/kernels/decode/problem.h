@@ -23,6 +23,11 @@ struct Decode {
   uint32_t k_row_units, v_row_units, k_page_units, v_page_units;
   uint32_t unit_bytes;
 
+  // After the kernel that appends to a cache, which adds `added` keys to what key_lengths say. If
+  // `early`, that one began when all before it was done, and only its keys and rotated queries have
+  // to be waited for: the rest may be read while it still runs.
+  int32_t early, added;
+
   // Query i sees keys from i + first_key on and before i + last_key, both shifted by the batch
   // entry's keys minus its queries if offset_from_lengths says so.
   int32_t first_key, last_key;
@@ -30,14 +35,16 @@ struct Decode {
   // A cluster of `cluster` blocks and `partitions` of them share the keys of up to kRows queries.
   Divider cluster, partitions, row_tiles, kv_heads, group;
   Divider parts;  // cluster * partitions
-  int32_t rows;   // kRows of the tiling
+  int32_t rows;   // kRows of the tiling; with shares those that there are
   int32_t warps;
+  int32_t batches;    // with shares, whose number is `parts`
   int32_t q_vectors;  // rows of Q begin at multiples of 16 bytes and have a multiple of 8 elements
   int32_t vectors;    // those of K and V
   int32_t o_vectors;  // those of O likewise, of 4 elements of Q's type
   int32_t mask_bytes;
   float factor, cap_in, cap_out;  // see Plan
 
+  // With shares, whose number is `parts`, a warp's parts of units: see part_at.
   // Partial results where partitions > 1: of partition g and packed row r (rows of all blocks one
   // after the other, kRows each), sums of P V at (g * all_rows + r) * partial_dim, {maximum, sum}
   // at g * all_rows + r.
@@ -67,15 +74,9 @@ FLASHONNX_HOST_DEVICE Work work_of(const Decode& decode, uint32_t block) {
   return work;
 }
 
-// A sequence's own queries, of which the first q_length are answered, and keys.
+// A sequence's own queries, of which the first q_length are answered.
 FLASHONNX_HOST_DEVICE int32_t queries_of(const Problem& p, const Decode& d, int32_t batch) {
   return d.first_queries ? d.first_queries[batch + 1] - d.first_queries[batch] : p.q_length;
-}
-
-FLASHONNX_HOST_DEVICE int32_t keys_of(const Problem& p, const Decode& d, int32_t batch) {
-  if (!d.first_keys) return key_length_of(p, batch);
-  const int32_t keys = d.first_keys[batch + 1] - d.first_keys[batch];
-  return keys < p.key_length ? keys : p.key_length;
 }
 
 // Packed rows to answer, from the first row of a tile on.
