@@ -84,11 +84,11 @@ def of_prompt(op: Contributed, attributes: dict[str, Any], sinks: ir.Value | Non
     width = op.dims_of(key, "key", 3)[2].value
     if width is None:
         raise RefusalError("the size of K is not known")
-    first, heads_size = op.required("query"), op.builder.ints([kv_heads, width // kv_heads])
+    first = op.required("query")
 
     def shape() -> ir.Value:
         sizes = op.op("Shape", first, dtype=ir.DataType.INT64)
-        known = op.op("Concat", sizes, heads_size, axis=0)
+        known = op.op("Concat", sizes, op.builder.ints([kv_heads, width // kv_heads]), axis=0)
         return op.op("Gather", known, op.builder.ints([0, 3, 1, 4]))  # batch, heads, tokens, size
 
     alike = (op.dims("query", 3)[:2], kv_heads, width)
