@@ -76,19 +76,19 @@ def with_cache(op: Contributed, attributes: dict[str, Any], sinks: ir.Value | No
 def of_prompt(op: Contributed, attributes: dict[str, Any], sinks: ir.Value | None) -> Rewrite:
     """FlashAttentionKVCache with a cache as long as the prompt for one that turns Q and K, has no past and no padding.
 
-    What appends turns them, too, and is several times as fast as two RotaryEmbedding of ONNX Runtime. The caches are
-    made for each operator, so that they become its present keys and values where they are.
+    What appends turns them, too, in a third of the time of two RotaryEmbedding of ONNX Runtime (H200). Each operator has
+    caches of its own, so that they can become its present keys and values where they are.
     """
     query, key, value = _separate(op, attributes)
     kind, kv_heads = op.kind("query"), attributes["kv_num_heads"]
     width = op.dims_of(key, "key", 3)[2].value
     if width is None:
         raise RefusalError("the size of K is not known")
-    first, heads_size = op.required("query"), op.builder.ints([kv_heads, width // kv_heads])
+    first = op.required("query")
 
     def shape() -> ir.Value:
         sizes = op.op("Shape", first, dtype=ir.DataType.INT64)
-        known = op.op("Concat", sizes, heads_size, axis=0)
+        known = op.op("Concat", sizes, op.builder.ints([kv_heads, width // kv_heads]), axis=0)
         return op.op("Gather", known, op.builder.ints([0, 3, 1, 4]))  # batch, heads, tokens, size
 
     alike = (op.dims("query", 3)[:2], kv_heads, width)
