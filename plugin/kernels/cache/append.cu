@@ -389,6 +389,7 @@ __device__ bool has_no_query(const Job& job, int32_t row) {
 
 // Where tokens have no work of their own: what belongs to none, and rows to be cleared, 32 a warp.
 __global__ void __launch_bounds__(kBlockThreads) order_kernel(const __grid_constant__ Job job) {
+  let_dependents_launch();
   if (blockIdx.x == gridDim.x - 1) return count(job);
   const auto first = static_cast<int32_t>(blockIdx.x * kBlockThreads + threadIdx.x / 32 * 32);
   const int32_t lane = threadIdx.x % 32, row = first + lane;

@@ -94,9 +94,9 @@ using General256 = Tiling<256, 2, 64, 2, 1, false, true>;  //        128      22
 template <class C>
 struct Gathered : C {
   static constexpr bool kGathered = true;
-  // A tile that was drawn, and barriers, where others keep what they found of a mask.
+  // Tiles that were drawn, and barriers, where others keep what they found of a mask.
   static constexpr int kDrawnAt = C::kFoundAt;
-  static_assert(kDrawnAt + 64 + 3 * 8 <= C::kSharedBytes);
+  static_assert(kDrawnAt + 2 * 64 + 5 * 8 <= C::kSharedBytes);
 };
 
 }  // namespace flashonnx::sm90

@@ -397,9 +397,10 @@ class Consumer {
     }
   }
 
-  // Whether V has rows past the batch entry's length, be they the next one's.
+  // Whether V has rows past the batch entry's length, be they the next one's; of those that are
+  // gathered, in the last tile at hand.
   __device__ __forceinline__ bool ends_early(const Span& span) const {
-    if (C::kGathered && p_.ragged.keys) return true;
+    if constexpr (C::kGathered) return span.range.limit < (span.last_tile + 1) * C::kKeys;
     return span.range.limit < p_.key_length;
   }
 

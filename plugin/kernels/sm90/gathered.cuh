@@ -4,6 +4,7 @@
 // before the launch, counts those that were taken. Which block has a tile changes nothing in it.
 #pragma once
 
+#include "kernels/common/overlap.cuh"
 #include "kernels/sm90/consumer.cuh"
 #include "kernels/sm90/gathering.h"
 
@@ -105,29 +106,41 @@ __device__ __forceinline__ bool misses_pages(const Pages& pages, int64_t batch, 
   return __any_sync(0xffffffffu, missing);
 }
 
-// What the producer's warps tell each other: the tile that was drawn last.
+// What the producer's warps tell each other: a tile that was drawn.
 struct alignas(16) Drawn {
   GatheredItem item;
   int32_t outer;      // batch entry of K and V, of which there is one if they are ragged
   int32_t first_key;  // row of its first key
 };
 
+// Places of two of them, in turns.
 template <class C>
-struct DrawnPlace {
+struct DrawnPlaces {
   const Shared<C>& shared;
 
-  __device__ __forceinline__ Drawn& drawn() const {
+  __device__ __forceinline__ Drawn& drawn(uint32_t count) const {
     static_assert(sizeof(Drawn) == 64);
-    return *reinterpret_cast<Drawn*>(shared.memory + C::kDrawnAt);
+    return reinterpret_cast<Drawn*>(shared.memory + C::kDrawnAt)[count % 2];
   }
   // There is one; it was taken, for its keys and for its values.
-  __device__ __forceinline__ uint32_t full() const { return shared.base + C::kDrawnAt + 64; }
-  __device__ __forceinline__ uint32_t free() const { return full() + 8; }
+  __device__ __forceinline__ void wait_full(uint32_t count) const {
+    barrier_wait(full(count), count / 2 % 2);
+  }
+  __device__ __forceinline__ void wait_taken(uint32_t count) const {
+    barrier_wait(taken(count), count / 2 % 2);
+  }
+  __device__ __forceinline__ uint32_t full(uint32_t count) const {
+    return shared.base + C::kDrawnAt + 2 * sizeof(Drawn) + count % 2 * 8;
+  }
+  __device__ __forceinline__ uint32_t taken(uint32_t count) const { return full(count) + 16; }
   // Queries have landed that consumers do not hear of yet.
-  __device__ __forceinline__ uint32_t landed() const { return full() + 16; }
+  __device__ __forceinline__ uint32_t landed() const { return full(0) + 32; }
 
   __device__ __forceinline__ void init_barriers() const {
-    barrier_init(full(), 1), barrier_init(free(), 2), barrier_init(landed(), 1);
+    for (int place = 0; place < 2; ++place) {
+      barrier_init(full(place), 1), barrier_init(taken(place), 2);
+    }
+    barrier_init(landed(), 1);
     fence_barrier_init();
   }
 };
@@ -158,23 +171,27 @@ __device__ __forceinline__ void store_empty_rows(const Problem& p, const Work& w
 }
 
 // By a warp of its own, so that nothing waits for it: draws the next tile while the producer is at
-// the one before, not sooner, as another block may be done by then. The rows of tiles that see no
-// key are stored here.
+// the one before, not sooner, as another block may be done by then; but two tiles ahead if they are
+// so short that the producer would wait. The rows of tiles that see no key are stored here.
 template <class T, class C>
 __device__ __forceinline__ void draw_tiles(const Problem& p, const Plan& plan,
                                            const Gathering& gathering, const Shared<C>& shared) {
+  constexpr int kLong = 4;  // tiles of keys, which take as long as to draw the next
   const int lane = threadIdx.x % 32;
-  const DrawnPlace<C> place = {shared};
+  const DrawnPlaces<C> places = {shared};
+  uint32_t count = 0;
   const auto hand_over = [&](const Drawn& drawn) {
-    if (lane != 0) return;
-    place.drawn() = drawn;
-    barrier_arrive(place.full());
+    if (count >= 2) places.wait_taken(count - 2);
+    if (lane == 0) {
+      places.drawn(count) = drawn;
+      barrier_arrive(places.full(count));
+    }
+    ++count;
   };
   const Draw<C> draw(p, gathering);
   Work work;
   int known = -1;        // the sequence of which is known whether
   bool missing = false;  // it misses pages
-  uint32_t round = 0;
   uint32_t number = blockIdx.x;
   while (draw.find(plan, number, &work)) {
     const Sequence sequence = sequence_of(p, work.batch);
@@ -190,8 +207,7 @@ __device__ __forceinline__ void draw_tiles(const Problem& p, const Plan& plan,
       hand_over({{work, span, sequence.queries, sequence.first_query, missing},
                  p.ragged.keys ? 0 : work.batch,
                  sequence.first_key});
-      barrier_wait(place.free(), round);
-      round ^= 1;
+      if (span.last_tile - span.first_tile + 1 >= kLong) places.wait_taken(count - 1);
     }
     if (lane == 0) number = gridDim.x + atomicAdd(gathering.drawn, 1u);
     number = __shfl_sync(0xffffffffu, number, 0);
@@ -212,9 +228,9 @@ class Gatherer {
 
   // Waits for the next tile of queries; false if there is none.
   __device__ __forceinline__ bool next() {
-    barrier_wait(place().full(), round_);
-    round_ ^= 1;
-    const Drawn& drawn = place().drawn();
+    const DrawnPlaces<C> places = {shared_};
+    places.wait_full(count_);
+    const Drawn& drawn = places.drawn(count_);
     batch_ = drawn.item.work.batch;
     head_ = drawn.item.work.kv_head;
     limit_ = drawn.item.span.range.limit;
@@ -228,10 +244,14 @@ class Gatherer {
     look_up();
     return true;
   }
-  // The next drawn tile may be written.
-  __device__ __forceinline__ void release() const {
+  // The tile of queries at hand, until it is let go of.
+  __device__ __forceinline__ const GatheredItem& item() const {
+    return DrawnPlaces<C>{shared_}.drawn(count_).item;
+  }
+  __device__ __forceinline__ void release() {
     __syncwarp();
-    if (lane() == 0) barrier_arrive(place().free());
+    if (lane() == 0) barrier_arrive(DrawnPlaces<C>{shared_}.taken(count_));
+    ++count_;
   }
 
   // Copies the tile of keys at hand, and goes on to the next; false if there is none.
@@ -253,7 +273,6 @@ class Gatherer {
   __device__ __forceinline__ uint32_t missing() const { return missing_; }
 
  private:
-  __device__ __forceinline__ DrawnPlace<C> place() const { return {shared_}; }
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
   __device__ __forceinline__ int box_row() const { return lane() * gathering_.rows.divisor; }
   __device__ __forceinline__ int key() const { return tile_ * C::kKeys + box_row(); }
@@ -284,7 +303,7 @@ class Gatherer {
   const Gathering& gathering_;
   const CUtensorMap& map_;
   const Shared<C>& shared_;
-  uint32_t round_ = 0;
+  uint32_t count_ = 0;  // of tiles of queries
   int batch_, head_, limit_, first_tile_, tile_, first_key_, outer_;
   int row_, place_;  // of the lane's box: in its page or among all keys; its page or batch entry
   int first_row_, first_place_;  // as well of the first one
@@ -332,10 +351,10 @@ __device__ __forceinline__ void copy_last_queries(const Maps& maps, const Shared
                                                   uint32_t round) {
   const int lane = threadIdx.x % 32;
   if (lane == 0) {
-    copy_tile<C, C::kQueries, C::kBoxes>(shared.q(stage), &maps.q, DrawnPlace<C>{shared}.landed(),
+    copy_tile<C, C::kQueries, C::kBoxes>(shared.q(stage), &maps.q, DrawnPlaces<C>{shared}.landed(),
                                          item.token + item.work.first_query, item.work.head, 0);
   }
-  barrier_wait(DrawnPlace<C>{shared}.landed(), round);
+  barrier_wait(DrawnPlaces<C>{shared}.landed(), round);
   constexpr int kChunks = C::kBoxRow / 16;
   const int end = item.queries - item.work.first_query;
 #pragma unroll 1
@@ -372,7 +391,7 @@ __device__ __forceinline__ void produce_keys(const Problem& p, const Gathering& 
       if (!first) continue;
       first = false;
       barrier_wait(shared.q_free(queries.stage), queries.round ^ 1);
-      const GatheredItem& item = DrawnPlace<C>{shared}.drawn().item;
+      const GatheredItem& item = keys.item();
       if (lane == 0) *shared.item(queries.stage) = item;
       if (p.ragged.queries && item.work.first_query + C::kQueries > item.queries) {
         copy_last_queries<C>(maps, shared, item, queries.stage, landed);
@@ -404,12 +423,13 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const Shared<C> shared(memory);
   if (threadIdx.x == 0) {
     shared.init_barriers(false);
-    DrawnPlace<C>{shared}.init_barriers();
+    DrawnPlaces<C>{shared}.init_barriers();
   }
   if constexpr (C::kOnes) shared.fill_ones(pack<T>(1.f, 1.f));
   __syncthreads();
   if (threadIdx.x < 128) {
     give_registers<C::kProducerRegisters>();
+    wait_for_predecessor();  // which puts lengths in order, or writes to the cache
     if (threadIdx.x / 32 == 0) produce_keys<C>(p, gathering, maps, shared);
     if (threadIdx.x / 32 == 1) produce_values<C>(p, gathering, maps, shared);
     if (threadIdx.x / 32 == 2) draw_tiles<T, C>(p, plan, gathering, shared);
