@@ -20,19 +20,23 @@ class Draw {
   __device__ __forceinline__ Draw(const Problem& p, const Gathering& gathering)
       : p_(p), gathering_(gathering) {
     int longest = 0;
+#pragma unroll 1  // a launch begins with it, and code that is not there yet takes long to come
     for (int i = 0; i < gathering_.part; ++i) {
       const int sequence = lane() * gathering_.part + i;
       if (sequence < gathering_.sequences) longest = max(longest, sequence_of(p_, sequence).keys);
     }
     few_keys_ = __reduce_max_sync(0xffffffffu, longest) / 4;
     int tiles[2] = {};
+#pragma unroll 1
     for (int i = 0; i < gathering_.part; ++i) {
-      tiles[0] += tiles_of(lane() * gathering_.part + i, false);
-      tiles[1] += tiles_of(lane() * gathering_.part + i, true);
+      bool few;
+      const int count = tiles_of(lane() * gathering_.part + i, &few);
+      tiles[0] += few ? 0 : count, tiles[1] += few ? count : 0;
     }
     end_[0] = sum_of_lanes(tiles[0]);
+    end_[1] = sum_of_lanes(tiles[1]);
     first_of_few_ = __shfl_sync(0xffffffffu, end_[0], 31);
-    end_[1] = first_of_few_ + sum_of_lanes(tiles[1]);
+    end_[1] += first_of_few_;
   }
 
   // False if there are not so many.
@@ -46,7 +50,8 @@ class Draw {
     int begin = part > 0 ? before : few ? first_of_few_ : 0;
     int sequence = part * gathering_.part, tiles = 0;
     while (true) {  // over the sequences of that lane, 32 at a time
-      const int mine = tiles_of(sequence + lane(), few);
+      bool is_few;
+      const int count = tiles_of(sequence + lane(), &is_few), mine = is_few == few ? count : 0;
       const int end = begin + sum_of_lanes(mine);
       const int found = __popc(__ballot_sync(0xffffffffu, end <= wanted));
       const int behind = __shfl_sync(0xffffffffu, end, (found + 31) % 32);
@@ -70,11 +75,12 @@ class Draw {
  private:
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
 
-  // Of a sequence of few keys, or of many.
-  __device__ __forceinline__ int tiles_of(int index, bool few) const {
+  // Of a sequence, and whether it has few keys.
+  __device__ __forceinline__ int tiles_of(int index, bool* few) const {
+    *few = false;
     if (index >= gathering_.sequences) return 0;
     const Sequence sequence = sequence_of(p_, index);
-    if ((sequence.keys <= few_keys_) != few) return 0;
+    *few = sequence.keys <= few_keys_;
     return (sequence.queries + C::kQueries - 1) / C::kQueries;
   }
 
@@ -122,9 +128,13 @@ struct DrawnPlaces {
     static_assert(sizeof(Drawn) == 64);
     return reinterpret_cast<Drawn*>(shared.memory + C::kDrawnAt)[count % 2];
   }
-  // There is one; it was taken, for its keys and for its values.
+  // There is one; it was taken, for its queries, its keys and its values.
   __device__ __forceinline__ void wait_full(uint32_t count) const {
     barrier_wait(full(count), count / 2 % 2);
+  }
+  __device__ __forceinline__ void take(uint32_t count) const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(taken(count));
   }
   __device__ __forceinline__ void wait_taken(uint32_t count) const {
     barrier_wait(taken(count), count / 2 % 2);
@@ -138,7 +148,7 @@ struct DrawnPlaces {
 
   __device__ __forceinline__ void init_barriers() const {
     for (int place = 0; place < 2; ++place) {
-      barrier_init(full(place), 1), barrier_init(taken(place), 2);
+      barrier_init(full(place), 1), barrier_init(taken(place), 3);
     }
     barrier_init(landed(), 1);
     fence_barrier_init();
@@ -239,24 +249,17 @@ class Gatherer {
     first_key_ = drawn.first_key;
     outer_ = drawn.outer;
     biased_ = drawn.item.biased;
-    __syncwarp();
+    places.take(count_++);
     if (batch_ < 0) return false;
     look_up();
     return true;
   }
-  // The tile of queries at hand, until it is let go of.
-  __device__ __forceinline__ const GatheredItem& item() const {
-    return DrawnPlaces<C>{shared_}.drawn(count_).item;
-  }
-  __device__ __forceinline__ void release() {
-    __syncwarp();
-    if (lane() == 0) barrier_arrive(DrawnPlaces<C>{shared_}.taken(count_));
-    ++count_;
-  }
-
   // Copies the tile of keys at hand, and goes on to the next; false if there is none.
   __device__ __forceinline__ bool copy(uint32_t to, uint32_t full) {
     if (lane() == 0) barrier_arrive_expecting(full, C::kKeyBytes);
+    // Told to the compiler, which else asks for each box whether lanes agree.
+    to = __shfl_sync(0xffffffffu, to, 0);
+    full = __shfl_sync(0xffffffffu, full, 0);
     copy_row(to, full, first_row_, first_place_);
 #pragma unroll 1
     for (int i = 1; i * gathering_.rows.divisor < C::kKeys; ++i) {
@@ -317,7 +320,6 @@ __device__ __forceinline__ void produce_values(const Problem& p, const Gathering
   Gatherer<C> values(p, gathering, maps.v, shared);
   Ring<C::kStages> ring;
   while (values.next()) {
-    values.release();
     bool more = true;
     while (more) {
       barrier_wait(shared.v_free(ring.stage), ring.round ^ 1);
@@ -371,45 +373,51 @@ __device__ __forceinline__ void copy_last_queries(const Maps& maps, const Shared
   if (lane == 0) barrier_arrive(shared.q_full(stage));
 }
 
-// Keys, and the queries that are multiplied by them.
 template <class C>
 __device__ __forceinline__ void produce_keys(const Problem& p, const Gathering& gathering,
                                              const Maps& maps, const Shared<C>& shared) {
-  const int lane = threadIdx.x % 32;
-  prefetch(&maps.q);
   Gatherer<C> keys(p, gathering, maps.k, shared);
   Ring<C::kStages> ring;
-  Ring<C::kQueryStages> queries;
-  uint32_t landed = 0;
   while (keys.next()) {
-    bool first = true, more = true;
+    bool more = true;
     while (more) {
       barrier_wait(shared.k_free(ring.stage), ring.round ^ 1);
       if (keys.biased()) store_biases<C>(gathering, shared, ring.stage, keys.missing());
       more = keys.copy(shared.k(ring.stage), shared.k_full(ring.stage));
       ring.advance();
-      if (!first) continue;
-      first = false;
-      barrier_wait(shared.q_free(queries.stage), queries.round ^ 1);
-      const GatheredItem& item = keys.item();
-      if (lane == 0) *shared.item(queries.stage) = item;
-      if (p.ragged.queries && item.work.first_query + C::kQueries > item.queries) {
-        copy_last_queries<C>(maps, shared, item, queries.stage, landed);
-        landed ^= 1;
-      } else if (lane == 0) {
-        copy_tile<C, C::kQueries, C::kBoxes>(shared.q(queries.stage), &maps.q,
-                                             shared.q_full(queries.stage),
-                                             item.token + item.work.first_query, item.work.head,
-                                             p.ragged.queries ? 0 : item.work.batch);
-      }
-      keys.release();
-      queries.advance();
     }
   }
-  barrier_wait(shared.q_free(queries.stage), queries.round ^ 1);
-  if (lane == 0) {
-    shared.item(queries.stage)->work.batch = -1;
-    barrier_arrive(shared.q_full(queries.stage));
+}
+
+// Queries, and what is to be done with them, as early as there is a place: they come from far.
+template <class C>
+__device__ __forceinline__ void produce_queries(const Problem& p, const Maps& maps,
+                                                const Shared<C>& shared) {
+  const int lane = threadIdx.x % 32;
+  const DrawnPlaces<C> places = {shared};
+  prefetch(&maps.q);
+  Ring<C::kQueryStages> ring;
+  uint32_t landed = 0;
+  for (uint32_t count = 0;; ++count) {
+    places.wait_full(count);
+    const GatheredItem item = places.drawn(count).item;
+    places.take(count);
+    barrier_wait(shared.q_free(ring.stage), ring.round ^ 1);
+    if (lane == 0) *shared.item(ring.stage) = item;
+    const uint32_t full = shared.q_full(ring.stage);
+    if (item.work.batch < 0) {
+      if (lane == 0) barrier_arrive(full);
+      return;
+    }
+    if (p.ragged.queries && item.work.first_query + C::kQueries > item.queries) {
+      copy_last_queries<C>(maps, shared, item, ring.stage, landed);
+      landed ^= 1;
+    } else if (lane == 0) {
+      copy_tile<C, C::kQueries, C::kBoxes>(shared.q(ring.stage), &maps.q, full,
+                                           item.token + item.work.first_query, item.work.head,
+                                           p.ragged.queries ? 0 : item.work.batch);
+    }
+    ring.advance();
   }
 }
 
@@ -433,6 +441,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     if (threadIdx.x / 32 == 0) produce_keys<C>(p, gathering, maps, shared);
     if (threadIdx.x / 32 == 1) produce_values<C>(p, gathering, maps, shared);
     if (threadIdx.x / 32 == 2) draw_tiles<T, C>(p, plan, gathering, shared);
+    if (threadIdx.x / 32 == 3) produce_queries<C>(p, maps, shared);
   } else {
     take_registers<C::kConsumerRegisters>();
     Consumer<T, C>(p, plan, maps.o, shared).run();
