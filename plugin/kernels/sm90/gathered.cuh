@@ -225,6 +225,20 @@ __device__ __forceinline__ void draw_tiles(const Problem& p, const Plan& plan,
   hand_over({{{-1, 0, 0, 0}, {}, 0, 0, 0}, 0, 0});
 }
 
+// One lane of a warp, in which all lanes are. The compiler knows that it is one, and what it copies
+// needs no loop over lanes.
+__device__ __forceinline__ bool is_elected() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred one;\n"
+      "elect.sync _|one, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, one;\n"
+      "}\n"
+      : "=r"(elected));
+  return elected != 0;
+}
+
 // Copies tiles of K, or of V, of one tile of queries after another: a warp for each. Its lanes look
 // up the pages of a tile, a box of the copy engine each, and one of them copies.
 template <class C>
@@ -256,15 +270,19 @@ class Gatherer {
   }
   // Copies the tile of keys at hand, and goes on to the next; false if there is none.
   __device__ __forceinline__ bool copy(uint32_t to, uint32_t full) {
-    if (lane() == 0) barrier_arrive_expecting(full, C::kKeyBytes);
-    // Told to the compiler, which else asks for each box whether lanes agree.
+    // The same in all lanes, told to the compiler.
     to = __shfl_sync(0xffffffffu, to, 0);
     full = __shfl_sync(0xffffffffu, full, 0);
-    copy_row(to, full, first_row_, first_place_);
+    if (is_elected()) {
+      barrier_arrive_expecting(full, C::kKeyBytes);
+      copy_row(to, full, first_row_, first_place_);
+    }
 #pragma unroll 1
     for (int i = 1; i * gathering_.rows.divisor < C::kKeys; ++i) {
-      copy_row(to + i * gathering_.rows.divisor * C::kBoxRow, full,
-               __shfl_sync(0xffffffffu, row_, i), __shfl_sync(0xffffffffu, place_, i));
+      const int row = __shfl_sync(0xffffffffu, row_, i);
+      const int place = __shfl_sync(0xffffffffu, place_, i);
+      to += gathering_.rows.divisor * C::kBoxRow;
+      if (is_elected()) copy_row(to, full, row, place);
     }
     if (--tile_ < first_tile_) return false;
     look_up();
@@ -282,7 +300,6 @@ class Gatherer {
 
   // The boxes that begin at this row of the tile.
   __device__ __forceinline__ void copy_row(uint32_t to, uint32_t full, int row, int place) const {
-    if (lane() != 0) return;
 #pragma unroll
     for (int box = 0; box < C::kBoxes; ++box) {
       copy_box(to + box * C::kKeys * C::kBoxRow, &map_, full, box * C::kBox, row, head_, place);
