@@ -19,14 +19,13 @@ class Draw {
  public:
   __device__ __forceinline__ Draw(const Problem& p, const Gathering& gathering)
       : p_(p), gathering_(gathering) {
-    int longest = 0;
-#pragma unroll 1  // a launch begins with it, and code that is not there yet takes long to come
+    int longest = 0, tiles[2] = {};
+#pragma unroll 1  // a launch begins with this, and code that is not there yet takes long to come
     for (int i = 0; i < gathering_.part; ++i) {
       const int sequence = lane() * gathering_.part + i;
       if (sequence < gathering_.sequences) longest = max(longest, sequence_of(p_, sequence).keys);
     }
     few_keys_ = __reduce_max_sync(0xffffffffu, longest) / 4;
-    int tiles[2] = {};
 #pragma unroll 1
     for (int i = 0; i < gathering_.part; ++i) {
       bool few;
@@ -48,8 +47,9 @@ class Draw {
     if (part == 32) return false;
     const int before = __shfl_sync(0xffffffffu, end_of_part, (part + 31) % 32);
     int begin = part > 0 ? before : few ? first_of_few_ : 0;
-    int sequence = part * gathering_.part, tiles = 0;
-    while (true) {  // over the sequences of that lane, 32 at a time
+    int tiles = __shfl_sync(0xffffffffu, end_of_part, part) - begin;
+    int sequence = part * gathering_.part;
+    while (gathering_.part > 1) {  // over the sequences of that lane, 32 at a time
       bool is_few;
       const int count = tiles_of(sequence + lane(), &is_few), mine = is_few == few ? count : 0;
       const int end = begin + sum_of_lanes(mine);
@@ -97,7 +97,7 @@ class Draw {
   const Problem& p_;
   const Gathering& gathering_;
   int few_keys_, first_of_few_;
-  int end_[2];
+  int end_[2];  // of sequences of many keys, and of few
 };
 
 // Whether a page of the first `keys` keys is missing. By a warp.
@@ -239,8 +239,8 @@ __device__ __forceinline__ bool is_elected() {
   return elected != 0;
 }
 
-// Copies tiles of K, or of V, of one tile of queries after another: a warp for each. Its lanes look
-// up the pages of a tile, a box of the copy engine each, and one of them copies.
+// Copies tiles of K, or of V, of one tile of queries after another: a warp for each, the same code.
+// Its lanes look up the pages of a tile, a box of the copy engine each, and one of them copies.
 template <class C>
 class Gatherer {
  public:
@@ -273,16 +273,13 @@ class Gatherer {
     // The same in all lanes, told to the compiler.
     to = __shfl_sync(0xffffffffu, to, 0);
     full = __shfl_sync(0xffffffffu, full, 0);
-    if (is_elected()) {
-      barrier_arrive_expecting(full, C::kKeyBytes);
-      copy_row(to, full, first_row_, first_place_);
-    }
+    if (is_elected()) barrier_arrive_expecting(full, C::kKeyBytes);
 #pragma unroll 1
-    for (int i = 1; i * gathering_.rows.divisor < C::kKeys; ++i) {
+    for (int i = 0; i * gathering_.rows.divisor < C::kKeys; ++i) {
       const int row = __shfl_sync(0xffffffffu, row_, i);
       const int place = __shfl_sync(0xffffffffu, place_, i);
-      to += gathering_.rows.divisor * C::kBoxRow;
       if (is_elected()) copy_row(to, full, row, place);
+      to += gathering_.rows.divisor * C::kBoxRow;
     }
     if (--tile_ < first_tile_) return false;
     look_up();
@@ -315,8 +312,6 @@ class Gatherer {
       row_ = slot.slot, place_ = slot.page;
       missing_ = __ballot_sync(0xffffffffu, there && place_ < 0);
     }
-    first_row_ = __shfl_sync(0xffffffffu, row_, 0);
-    first_place_ = __shfl_sync(0xffffffffu, place_, 0);
   }
 
   const Problem& p_;
@@ -326,25 +321,9 @@ class Gatherer {
   uint32_t count_ = 0;  // of tiles of queries
   int batch_, head_, limit_, first_tile_, tile_, first_key_, outer_;
   int row_, place_;  // of the lane's box: in its page or among all keys; its page or batch entry
-  int first_row_, first_place_;  // as well of the first one
   bool biased_;
   uint32_t missing_;
 };
-
-template <class C>
-__device__ __forceinline__ void produce_values(const Problem& p, const Gathering& gathering,
-                                               const Maps& maps, const Shared<C>& shared) {
-  Gatherer<C> values(p, gathering, maps.v, shared);
-  Ring<C::kStages> ring;
-  while (values.next()) {
-    bool more = true;
-    while (more) {
-      barrier_wait(shared.v_free(ring.stage), ring.round ^ 1);
-      more = values.copy(shared.v(ring.stage), shared.v_full(ring.stage));
-      ring.advance();
-    }
-  }
-}
 
 // What a missing page adds to the scores of its keys.
 template <class C>
@@ -390,17 +369,25 @@ __device__ __forceinline__ void copy_last_queries(const Maps& maps, const Shared
   if (lane == 0) barrier_arrive(shared.q_full(stage));
 }
 
+// Keys or values.
 template <class C>
-__device__ __forceinline__ void produce_keys(const Problem& p, const Gathering& gathering,
-                                             const Maps& maps, const Shared<C>& shared) {
-  Gatherer<C> keys(p, gathering, maps.k, shared);
+__device__ __forceinline__ void produce_rows(const Problem& p, const Gathering& gathering,
+                                             const Maps& maps, const Shared<C>& shared,
+                                             bool values) {
+  static_assert(C::kKeyBytes == C::kValueBytes);
+  Gatherer<C> gatherer(p, gathering, values ? maps.v : maps.k, shared);
+  const uint32_t rows = values ? shared.v(0) : shared.k(0);
+  const uint32_t barriers = values ? shared.v_full(0) : shared.k_full(0);
+  const uint32_t next = shared.k_full(1) - shared.k_full(0), free = next / 2;
   Ring<C::kStages> ring;
-  while (keys.next()) {
+  while (gatherer.next()) {
     bool more = true;
     while (more) {
-      barrier_wait(shared.k_free(ring.stage), ring.round ^ 1);
-      if (keys.biased()) store_biases<C>(gathering, shared, ring.stage, keys.missing());
-      more = keys.copy(shared.k(ring.stage), shared.k_full(ring.stage));
+      const uint32_t full = barriers + ring.stage * next;
+      barrier_wait(full + free, ring.round ^ 1);
+      if (!values && gatherer.biased())
+        store_biases<C>(gathering, shared, ring.stage, gatherer.missing());
+      more = gatherer.copy(rows + ring.stage * C::kKeyBytes, full);
       ring.advance();
     }
   }
@@ -455,8 +442,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   if (threadIdx.x < 128) {
     give_registers<C::kProducerRegisters>();
     wait_for_predecessor();  // which puts lengths in order, or writes to the cache
-    if (threadIdx.x / 32 == 0) produce_keys<C>(p, gathering, maps, shared);
-    if (threadIdx.x / 32 == 1) produce_values<C>(p, gathering, maps, shared);
+    if (threadIdx.x / 32 < 2) produce_rows<C>(p, gathering, maps, shared, threadIdx.x / 32 == 1);
     if (threadIdx.x / 32 == 2) draw_tiles<T, C>(p, plan, gathering, shared);
     if (threadIdx.x / 32 == 3) produce_queries<C>(p, maps, shared);
   } else {
