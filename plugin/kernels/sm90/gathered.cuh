@@ -441,7 +441,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   __syncthreads();
   if (threadIdx.x < 128) {
     give_registers<C::kProducerRegisters>();
-    wait_for_predecessor();  // which puts lengths in order, or writes to the cache
+    let_dependents_launch();  // they have no place here before a block ends
+    wait_for_predecessor();   // which puts lengths in order, or writes to the cache
     if (threadIdx.x / 32 < 2) produce_rows<C>(p, gathering, maps, shared, threadIdx.x / 32 == 1);
     if (threadIdx.x / 32 == 2) draw_tiles<T, C>(p, plan, gathering, shared);
     if (threadIdx.x / 32 == 3) produce_queries<C>(p, maps, shared);
