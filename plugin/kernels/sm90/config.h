@@ -96,7 +96,7 @@ struct Gathered : C {
   static constexpr bool kGathered = true;
   // Tiles that were drawn, and barriers, where others keep what they found of a mask.
   static constexpr int kDrawnAt = C::kFoundAt;
-  static_assert(kDrawnAt + 2 * 64 + 5 * 8 <= C::kSharedBytes);
+  static_assert(kDrawnAt + 3 * 64 + 5 * 8 <= C::kSharedBytes);
 };
 
 }  // namespace flashonnx::sm90

@@ -128,6 +128,8 @@ struct DrawnPlaces {
     static_assert(sizeof(Drawn) == 64);
     return reinterpret_cast<Drawn*>(shared.memory + C::kDrawnAt)[count % 2];
   }
+  // None: zeros.
+  __device__ __forceinline__ Drawn& blank() const { return (&drawn(0))[2]; }
   // There is one; it was taken, for its queries, its keys and its values.
   __device__ __forceinline__ void wait_full(uint32_t count) const {
     barrier_wait(full(count), count / 2 % 2);
@@ -140,7 +142,7 @@ struct DrawnPlaces {
     barrier_wait(taken(count), count / 2 % 2);
   }
   __device__ __forceinline__ uint32_t full(uint32_t count) const {
-    return shared.base + C::kDrawnAt + 2 * sizeof(Drawn) + count % 2 * 8;
+    return shared.base + C::kDrawnAt + 3 * sizeof(Drawn) + count % 2 * 8;
   }
   __device__ __forceinline__ uint32_t taken(uint32_t count) const { return full(count) + 16; }
   // Queries have landed that consumers do not hear of yet.
@@ -151,6 +153,7 @@ struct DrawnPlaces {
       barrier_init(full(place), 1), barrier_init(taken(place), 3);
     }
     barrier_init(landed(), 1);
+    blank() = {};
     fence_barrier_init();
   }
 };
@@ -198,6 +201,7 @@ __device__ __forceinline__ void draw_tiles(const Problem& p, const Plan& plan,
     }
     ++count;
   };
+  wait_for_predecessor();  // which puts lengths in order, or writes to the cache
   const Draw<C> draw(p, gathering);
   Work work;
   int known = -1;        // the sequence of which is known whether
@@ -253,8 +257,8 @@ class Gatherer {
   // Waits for the next tile of queries; false if there is none.
   __device__ __forceinline__ bool next() {
     const DrawnPlaces<C> places = {shared_};
-    places.wait_full(count_);
-    const Drawn& drawn = places.drawn(count_);
+    if (!rehearses_) places.wait_full(count_);
+    const Drawn& drawn = rehearses_ ? places.blank() : places.drawn(count_);
     batch_ = drawn.item.work.batch;
     head_ = drawn.item.work.kv_head;
     limit_ = drawn.item.span.range.limit;
@@ -263,27 +267,36 @@ class Gatherer {
     first_key_ = drawn.first_key;
     outer_ = drawn.outer;
     biased_ = drawn.item.biased;
-    places.take(count_++);
+    if (!rehearses_) places.take(count_++);
     if (batch_ < 0) return false;
     look_up();
     return true;
   }
+
   // Copies the tile of keys at hand, and goes on to the next; false if there is none.
   __device__ __forceinline__ bool copy(uint32_t to, uint32_t full) {
     // The same in all lanes, told to the compiler.
     to = __shfl_sync(0xffffffffu, to, 0);
     full = __shfl_sync(0xffffffffu, full, 0);
-    if (is_elected()) barrier_arrive_expecting(full, C::kKeyBytes);
+    if (is_elected() && !rehearses_) barrier_arrive_expecting(full, C::kKeyBytes);
 #pragma unroll 1
     for (int i = 0; i * gathering_.rows.divisor < C::kKeys; ++i) {
       const int row = __shfl_sync(0xffffffffu, row_, i);
       const int place = __shfl_sync(0xffffffffu, place_, i);
-      if (is_elected()) copy_row(to, full, row, place);
+      if (is_elected() && !rehearses_) copy_row(to, full, row, place);
       to += gathering_.rows.divisor * C::kBoxRow;
     }
     if (--tile_ < first_tile_) return false;
     look_up();
     return true;
+  }
+
+  // True once: a launch begins with a tile that is not copied, which brings the code to where it
+  // runs while the first one is being found.
+  __device__ __forceinline__ bool rehearsed() {
+    const bool was = rehearses_;
+    rehearses_ = false;
+    return was;
   }
 
   // Whether pages are missing, of any of the keys; bit i: that of box i.
@@ -319,6 +332,7 @@ class Gatherer {
   const CUtensorMap& map_;
   const Shared<C>& shared_;
   uint32_t count_ = 0;  // of tiles of queries
+  bool rehearses_ = true;
   int batch_, head_, limit_, first_tile_, tile_, first_key_, outer_;
   int row_, place_;  // of the lane's box: in its page or among all keys; its page or batch entry
   bool biased_;
@@ -341,6 +355,17 @@ __device__ __forceinline__ void store_biases(const Gathering& gathering, const S
   __syncwarp();
 }
 
+template <class C>
+__device__ __forceinline__ void copy_queries(const Maps& maps, const Shared<C>& shared,
+                                             const GatheredItem& item, int stage, uint32_t barrier,
+                                             int batch) {
+#pragma unroll
+  for (int box = 0; box < C::kBoxes; ++box) {
+    copy_box(shared.q(stage) + box * C::kQueries * C::kBoxRow, &maps.q, barrier, box * C::kBox,
+             item.token + item.work.first_query, item.work.head, batch);
+  }
+}
+
 // Copies a tile of queries that ends within a sequence. The next one's, which follow, become zeros
 // before consumers see them, so that they change nothing.
 template <class C>
@@ -348,11 +373,12 @@ __device__ __forceinline__ void copy_last_queries(const Maps& maps, const Shared
                                                   const GatheredItem& item, int stage,
                                                   uint32_t round) {
   const int lane = threadIdx.x % 32;
+  const uint32_t there = DrawnPlaces<C>{shared}.landed();
   if (lane == 0) {
-    copy_tile<C, C::kQueries, C::kBoxes>(shared.q(stage), &maps.q, DrawnPlaces<C>{shared}.landed(),
-                                         item.token + item.work.first_query, item.work.head, 0);
+    barrier_arrive_expecting(there, C::kQueryBytes);
+    copy_queries<C>(maps, shared, item, stage, there, 0);
   }
-  barrier_wait(DrawnPlaces<C>{shared}.landed(), round);
+  barrier_wait(there, round);
   constexpr int kChunks = C::kBoxRow / 16;
   const int end = item.queries - item.work.first_query;
 #pragma unroll 1
@@ -366,7 +392,6 @@ __device__ __forceinline__ void copy_last_queries(const Maps& maps, const Shared
   }
   fence_async();
   __syncwarp();
-  if (lane == 0) barrier_arrive(shared.q_full(stage));
 }
 
 // Keys or values.
@@ -388,6 +413,10 @@ __device__ __forceinline__ void produce_rows(const Problem& p, const Gathering& 
       if (!values && gatherer.biased())
         store_biases<C>(gathering, shared, ring.stage, gatherer.missing());
       more = gatherer.copy(rows + ring.stage * C::kKeyBytes, full);
+      if (gatherer.rehearsed()) {
+        wait_for_predecessor();
+        break;
+      }
       ring.advance();
     }
   }
@@ -400,6 +429,7 @@ __device__ __forceinline__ void produce_queries(const Problem& p, const Maps& ma
   const int lane = threadIdx.x % 32;
   const DrawnPlaces<C> places = {shared};
   prefetch(&maps.q);
+  wait_for_predecessor();
   Ring<C::kQueryStages> ring;
   uint32_t landed = 0;
   for (uint32_t count = 0;; ++count) {
@@ -407,20 +437,22 @@ __device__ __forceinline__ void produce_queries(const Problem& p, const Maps& ma
     const GatheredItem item = places.drawn(count).item;
     places.take(count);
     barrier_wait(shared.q_free(ring.stage), ring.round ^ 1);
-    if (lane == 0) *shared.item(ring.stage) = item;
     const uint32_t full = shared.q_full(ring.stage);
-    if (item.work.batch < 0) {
-      if (lane == 0) barrier_arrive(full);
-      return;
-    }
-    if (p.ragged.queries && item.work.first_query + C::kQueries > item.queries) {
+    const bool last = item.work.batch < 0;
+    if (last) {
+    } else if (p.ragged.queries && item.work.first_query + C::kQueries > item.queries) {
       copy_last_queries<C>(maps, shared, item, ring.stage, landed);
       landed ^= 1;
-    } else if (lane == 0) {
-      copy_tile<C, C::kQueries, C::kBoxes>(shared.q(ring.stage), &maps.q, full,
-                                           item.token + item.work.first_query, item.work.head,
-                                           p.ragged.queries ? 0 : item.work.batch);
+    } else if (is_elected()) {
+      barrier_expect(full, C::kQueryBytes);
+      copy_queries<C>(maps, shared, item, ring.stage, full, p.ragged.queries ? 0 : item.work.batch);
     }
+    __syncwarp();
+    if (lane == 0) {
+      *shared.item(ring.stage) = item;
+      barrier_arrive(full);
+    }
+    if (last) return;
     ring.advance();
   }
 }
@@ -442,7 +474,6 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   if (threadIdx.x < 128) {
     give_registers<C::kProducerRegisters>();
     let_dependents_launch();  // they have no place here before a block ends
-    wait_for_predecessor();   // which puts lengths in order, or writes to the cache
     if (threadIdx.x / 32 < 2) produce_rows<C>(p, gathering, maps, shared, threadIdx.x / 32 == 1);
     if (threadIdx.x / 32 == 2) draw_tiles<T, C>(p, plan, gathering, shared);
     if (threadIdx.x / 32 == 3) produce_queries<C>(p, maps, shared);
