@@ -26,8 +26,10 @@ class Consumer {
     uint32_t p[C::kScores / 2];
     clear(output);
     skip_keys();
+    if (kStaggers && lane_.group == 1) named_sync(1, 256);
     begin_scores(scores);
     wait_products<0>();
+    if (kStaggers && lane_.group == 0) named_arrive(1, 256);
     fence_registers(scores);
     RowState state = weigh_first(scores);
     skip_values();
@@ -84,6 +86,10 @@ class Consumer {
 #pragma unroll
     for (int i = 0; i < C::kOutputs; ++i) output[i] = 0.f;
   }
+
+  // Two groups without turns that begin at the same moment stay side by side and want the tensor
+  // cores at the same times: steps of 3350 instead of 2480 cycles. One begins a product later.
+  static constexpr bool kStaggers = C::kGathered && !C::kTurns && C::kGroups == 2;
 
   // Waits for the next tile of queries; false if there is none.
   __device__ __forceinline__ bool next_item() {
