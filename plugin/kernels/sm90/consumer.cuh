@@ -26,10 +26,10 @@ class Consumer {
     uint32_t p[C::kScores / 2];
     clear(output);
     skip_keys();
-    if (kStaggers && lane_.group == 1) named_sync(1, 256);
+    if (C::kStaggers && lane_.group == 1) named_sync(1, 256);
     begin_scores(scores);
     wait_products<0>();
-    if (kStaggers && lane_.group == 0) named_arrive(1, 256);
+    if (C::kStaggers && lane_.group == 0) named_arrive(1, 256);
     fence_registers(scores);
     RowState state = weigh_first(scores);
     skip_values();
@@ -87,10 +87,6 @@ class Consumer {
     for (int i = 0; i < C::kOutputs; ++i) output[i] = 0.f;
   }
 
-  // Two groups without turns that begin at the same moment stay side by side and want the tensor
-  // cores at the same times: steps of 3350 instead of 2480 cycles. One begins a product later.
-  static constexpr bool kStaggers = C::kGathered && !C::kTurns && C::kGroups == 2;
-
   // Waits for the next tile of queries; false if there is none.
   __device__ __forceinline__ bool next_item() {
     barrier_wait(shared_.q_full(queries_.stage()), queries_.round());
@@ -109,10 +105,9 @@ class Consumer {
     last_tile_ = span.last_tile;
     if (!skips) return;
     --last_tile_;
-    if constexpr (!C::kGathered) {
+    if constexpr (!C::kGathered)
       if (plan_.mask_per_key)
         last_tile_ = last_visible(item().marks.visible, last_tile_, span.first_tile);
-    }
     barrier_wait(shared_.k_full(keys_.stage()), keys_.round());
     release(shared_.k_free(keys_.stage()));
     keys_.advance();
@@ -205,9 +200,8 @@ class Consumer {
     multiply_keys<T, C>(q, k, scores);
     if constexpr (kLook == Look::kBounds) {
       int before = tile + 1;
-      if constexpr (!C::kGathered) {
+      if constexpr (!C::kGathered)
         if (plan_.mask_per_key) before = first_visible(item().marks.visible, tile + 1, last_tile_);
-      }
       wait_for_values(item().span, before);
     } else {
       barrier_wait(shared_.v_full(values_.stage()), values_.round());
@@ -406,8 +400,7 @@ class Consumer {
   // Whether V has rows past the batch entry's length, be they the next one's; of those that are
   // gathered, in the last tile at hand.
   __device__ __forceinline__ bool ends_early(const Span& span) const {
-    if constexpr (C::kGathered) return span.range.limit < (span.last_tile + 1) * C::kKeys;
-    return span.range.limit < p_.key_length;
+    return span.range.limit < (C::kGathered ? (span.last_tile + 1) * C::kKeys : p_.key_length);
   }
 
   // Whether the item's keys may have biases.
