@@ -6,7 +6,8 @@
 `ours` is flashonnx.generate.Generator as users have it. Of the other ways (samples/generate/ways.py) only the steps are
 timed, not the choice of a token. All read the same prompts of random tokens and take turns; a CUDA graph is replayed
 for single tokens where there is one. `agree`: how many tokens until the first that differs from the first way's, of the
-request where it comes first; random prompts make ties, and float16 decides them by the order of sums.
+request where it comes first; random prompts make ties, and float16 decides them by the order of sums. `session_us`: a
+run of single tokens alone, without what the loop does between two.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import csv
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,12 +27,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "samples" / "generate"))
 import ways
 
 WAYS = ("ours", "ours-paged", "ours-no-graph", "gqa", "gqa-no-graph", "concatenated")
-COLUMNS = ("device", "batch", "prompt", "new", "way", "tokens_per_second", "step_us", "agree")
+COLUMNS = ("device", "batch", "prompt", "new", "way", "tokens_per_second", "step_us", "session_us", "agree")
 Tokens = list[list[int]]
 
 
 def prepare(folder: Path, half: bool, capacity: int) -> None:
     """Exports the model that samples/generate loads, in each form."""
+    import concatenating
     import flashonnx
     import run
 
@@ -39,14 +42,20 @@ def prepare(folder: Path, half: bool, capacity: int) -> None:
     if half:  # not model.half(), which rounds rotary embeddings' frequencies, too
         for parameter in model.parameters():
             parameter.data = parameter.data.half()
+    opset = {"opset": 23} if half else {}  # docs/generation.md says why
     for kind in ("static", "paged"):
-        flashonnx.export_onnx(model, (), folder / f"{kind}.onnx", kv_cache=kind)
+        flashonnx.export_onnx(model, (), folder / f"{kind}.onnx", kv_cache=kind, **opset)
     (folder / "gqa.onnx").write_bytes(ways.with_group_query(folder / "static.onnx", capacity))
-    ways.export_concatenating(model, folder / "concatenated.onnx")
+    concatenating.export(model, folder / "concatenated.onnx")
 
 
-def opened(folder: Path, way: str, batch: int, capacity: int, chunk: int, device: str) -> Callable[..., Any]:
-    """Of prompts and a number of new tokens: the tokens, and how many came in a second after the prompts."""
+def opened(
+    folder: Path, way: str, batch: int, capacity: int, chunk: int, device: str
+) -> tuple[Callable[..., Any], Callable[[], None] | None]:
+    """Of prompts and a number of new tokens: the tokens, and how many came in a second after the prompts.
+
+    And a run of single tokens by itself, where it can be repeated.
+    """
     graph = not way.endswith("-no-graph")
     if way.startswith("ours"):
         from flashonnx.generate import Generator
@@ -58,38 +67,54 @@ def opened(folder: Path, way: str, batch: int, capacity: int, chunk: int, device
             result = generator(list(prompts), new)
             return result.tokens, result.tokens_per_second
 
-        return ours
+        return ours, generator._decoder.repeat
     if way == "concatenated":
-        step = ways.concatenated(folder / "concatenated.onnx", device)
+        step, again = ways.concatenated(folder / "concatenated.onnx", device), None
     else:
-        step = ways.GroupQuery((folder / "gqa.onnx").read_bytes(), batch, capacity, device, graph)
-    return lambda prompts, new: ways.greedy(step, prompts, new)
+        step = ways.GroupQuery(folder / "gqa.onnx", batch, capacity, device, graph)
+        again = step.repeat
+    return lambda prompts, new: ways.greedy(step, prompts, new), again
+
+
+def alone(run: Callable[[], None], count: int = 50) -> float:
+    """Median seconds of a run."""
+    times = []
+    for _ in range(count):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
 
 
 def measure(folder: Path, names: Sequence[str], batch: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each way; one that fails has none, and says why on stderr."""
     length, new = options.prompt, options.new
     prompts = np.random.default_rng(0).integers(options.words, size=(batch, length))
-    running: dict[str, Callable[..., Any]] = {}
+    running: dict[str, tuple[Callable[..., Any], Callable[[], None] | None]] = {}
     for name in names:
         try:
             running[name] = opened(folder, name, batch, length + new, length, options.device)
-            running[name](prompts, 8)  # loads, captures
+            running[name][0](prompts, 8)  # loads, captures
         except Exception as error:
             running.pop(name, None)
             print(f"{name}, batch {batch}: {type(error).__name__}: {error}"[:600], file=sys.stderr)
     tokens: dict[str, Tokens] = {}
     speeds: dict[str, list[float]] = {name: [] for name in running}
+    sessions: dict[str, list[float]] = {name: [] for name in running}
     for _ in range(options.rounds):
-        for name, generate in running.items():
+        for name, (generate, again) in running.items():
             tokens[name], speed = generate(prompts, new)
             speeds[name].append(speed)
+            if again is not None:
+                sessions[name].append(alone(again))
     first = next(iter(tokens.values()), [])
     rows = []
     for name, each in speeds.items():
         speed = statistics.median(each)
         agree = min(_common(a, b) for a, b in zip(first, tokens[name], strict=True))
-        values = (options.device, batch, length, new, name, round(speed, 1), round(1e6 * batch / speed, 1), agree)
+        session = round(1e6 * statistics.median(sessions[name]), 1) if sessions[name] else ""
+        step = round(1e6 * batch / speed, 1)
+        values = (options.device, batch, length, new, name, round(speed, 1), step, session, agree)
         rows.append(dict(zip(COLUMNS, values, strict=True)))
     return rows
 

@@ -1,10 +1,12 @@
 """Memory that a long context takes at batch 1: a prompt in chunks, and a step, with a cache in place and without one.
 
     python -m benchmarks.long_context --output benchmarks/results/h200-long-context.csv
+    python -m benchmarks.long_context --plot benchmarks/results/h200-long-context.csv    # no measurement: the figure
 
 `ours` appends to a cache in place, in one piece or in pages. `concat` is what a plain export does: past and new keys
 are concatenated, scores are a matrix of queries by keys. Peaks are of `memory.peak`: whatever is taken beyond the cache
-and the inputs, the output included. Answers are compared with float64 for the last queries.
+and the inputs, the output included; on a GPU that others use meanwhile, theirs as well. Answers are compared with
+float64 for the last queries.
 """
 
 from __future__ import annotations
@@ -199,8 +201,41 @@ def measure(context: int, chunk: int, device: str, page_size: int) -> Iterator[d
             del attend, out
 
 
+def draw(path: Path) -> Path:
+    """The figure of a CSV file, beside it: what each variant takes beyond the cache, and what the cache takes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    figure = Figure(figsize=(9.2, 3.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axis, phase in zip(figure.subplots(1, 2, sharey=True), ("prefill", "decode"), strict=True):
+        mine = [row for row in rows if row["phase"] == phase]
+        cache = {int(row["context"]): float(row["cache_mib"]) for row in mine}
+        axis.plot(list(cache), list(cache.values()), color="black", linestyle=":", label="the cache itself")
+        for variant in dict.fromkeys(row["variant"] for row in mine):
+            points = {int(row["context"]): row["peak_mib"] for row in mine if row["variant"] == variant}
+            xs = [context for context, peak in points.items() if peak and float(peak) > 0]
+            style = {"ours": ("tab:red", "o"), "concat": ("black", "x")}.get(variant, ("lightcoral", "P"))
+            axis.plot(xs, [float(points[x]) for x in xs], color=style[0], marker=style[1], label=variant)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xticks(list(cache), [str(context) for context in cache])
+        axis.minorticks_off()
+        axis.set_xlabel("keys")
+        axis.grid(alpha=0.3)
+        axis.set_title("a prompt" if phase == "prefill" else "one more token")
+    figure.axes[0].set_ylabel("MiB beyond cache and inputs")
+    figure.axes[0].legend(fontsize=8)
+    figure.suptitle(f"Memory at batch 1, {Q_HEADS} query and {KV_HEADS} key heads of {DIM}: {rows[0]['device']}")
+    target = path.with_suffix(".png")
+    figure.savefig(target, dpi=150)
+    return target
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Measures and writes the CSV file."""
+    """Measures and writes the CSV file, or draws one."""
     from benchmarks.cli import library_version
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.long_context", description=__doc__.splitlines()[0])
@@ -211,13 +246,19 @@ def main(arguments: list[str] | None = None) -> int:
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--commit", help="what to note as the commit; default: what git says")
     add("--output", type=Path, default=Path("build/long-context.csv"), metavar="FILE", help="default: %(default)s")
+    add("--plot", type=Path, metavar="FILE", help="measure nothing: draw this CSV file")
     options = parser.parse_args(arguments)
+    if options.plot:
+        print(draw(options.plot))
+        return 0
     where = asdict(environment.describe(options.device, library_version(), options.commit))
     options.output.parent.mkdir(parents=True, exist_ok=True)
     wrong = False
     with options.output.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Row)])
         writer.writeheader()
+        if options.device == "cuda":  # kernels are loaded when they are first needed, which takes memory, too
+            list(measure(2 * options.chunk, options.chunk, "cuda", options.page_size))
         for context in map(int, options.contexts.split(",")):
             for found in measure(context, options.chunk, options.device, options.page_size):
                 row = Row(**where, **found)  # type: ignore[arg-type]

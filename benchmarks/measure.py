@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -73,14 +73,15 @@ def measure(
         make: the problem of a workload.
     """
     reasons = reasons or {}
+    gc.collect()
+    gc.freeze()  # what lives on, modules above all, is not gone through again for each contender
     contenders = [Contender(b, reasons.get(b.name, "")) for b in backends if b.concerns(workload)]
     problem = make(workload, settings.device)
     gates: dict[bool, Gate] = {}
     for contender in contenders:
         if not contender.status:
             _guarded(contender, partial(_prepare, contender, problem, gates, settings), settings.device)
-    flush = settings.flush and workload.launches == 1
-    clocks = _time([c for c in contenders if not c.status], replace(settings, flush=flush))
+    clocks = _time([c for c in contenders if not c.status], settings, workload)
     for contender in contenders:
         if not contender.status:  # a race shows in one of the last results, if not in the first
             _guarded(contender, partial(_check, contender), settings.device)
@@ -183,16 +184,16 @@ def _check(contender: Contender) -> None:
     contender.errors = contender.gate.check(contender.output, contender.backend.rounds_scores)
 
 
-def _time(contenders: list[Contender], settings: Settings) -> str:
+def _time(contenders: list[Contender], settings: Settings, workload: Workload) -> str:
     """Fills in times; what the GPU's clocks were meanwhile."""
     import torch
 
     clocks: list[str] = []
     on_gpu = settings.device == "cuda"
-    clock: timing.Clock = timing.EventClock(settings.flush) if on_gpu else timing.HostClock()
     calls = {c.backend.name: c.call for c in contenders}
     if not calls:
         return ""
+    clock = _clocks(contenders, settings, workload)
     with torch.no_grad():
         timing.interleave(calls, clock, 1)
         estimates = [min(times) for times in timing.interleave(calls, clock, 2).values()]
@@ -205,6 +206,18 @@ def _time(contenders: list[Contender], settings: Settings) -> str:
                 host = timing.interleave({"": contender.runner.blocking}, timing.HostClock(), _HOST_ROUNDS)[""]
                 contender.host = timing.spread(host).median
     return clocks[0] if clocks else ""
+
+
+def _clocks(contenders: list[Contender], settings: Settings, workload: Workload) -> dict[str, timing.Clock]:
+    """What times each: with a write of the L2 cache before the call, unless it shall find there what it left.
+
+    Graphs of several launches take care of that themselves, by copies in turn where they shall find nothing.
+    """
+    if settings.device != "cuda":
+        return dict.fromkeys((c.backend.name for c in contenders), timing.HostClock())
+    written, kept = (timing.EventClock(flush) for flush in (settings.flush, False))
+    is_cold = workload.launches == 1 or workload.copies > 1
+    return {c.backend.name: written if is_cold and c.launches == 1 else kept for c in contenders}
 
 
 def _rows(

@@ -10,13 +10,13 @@ import onnx
 import onnx_ir as ir
 from flashonnx.export import rules
 from flashonnx.export.masks.overwrites import see_through
-from flashonnx.export.model import inlining
+from flashonnx.export.model import configuration, inlining
 from flashonnx.export.model.files import check_output, load, save
 from flashonnx.export.operator import portable as portable_bodies
 from flashonnx.export.operator import schema
 from flashonnx.export.operator.cache_schema import KV_CACHE
 from flashonnx.export.reports.report import Report, Site
-from flashonnx.export.rules import Fusion, RefusalError, Rewrite
+from flashonnx.export.rules import Fusion, RefusalError, Rewrite, projections
 from flashonnx.export.sites.finder import LOG_SOFTMAX, WRITTEN_OUT, Candidate, find
 from flashonnx.export.sites.matrices import mask_of, matrix_of
 from flashonnx.export.sites.softmaxes import NotSoftmaxError, restore
@@ -34,6 +34,7 @@ def fuse(
     portable: bool = True,
     shared_cache: bool = False,
     kv_cache: str | None = None,
+    join_projections: bool = True,
 ) -> tuple[Model, Report]:
     """Replaces every attention in `model` that is proved to be one by a flashonnx node.
 
@@ -49,6 +50,8 @@ def fuse(
             `export_onnx(..., kv_cache=...)` has. Past keys become caches, "static" or "paged", that are appended to in
             place, and each sentence has a length of its own, `cache_lengths`; inputs called attention_mask,
             position_ids and cache_position go, as these follow from the lengths.
+        join_projections: where constant weights make Q, K and V of one tensor, one product of the weights side by side
+            makes all three. Runtimes join the weights when they load the model.
 
     Returns:
         The fused model (an onnx.ModelProto, or an onnx_ir.Model for one) and the report of every
@@ -64,8 +67,9 @@ def fuse(
     source = load(model)
     if kv_cache is not None:
         report = _with_caches(source.model, kv_cache, portable)
+        configuration.note_positions(source.model, model)
     else:
-        report = fuse_ir(source.model, portable=portable, shared_cache=shared_cache)
+        report = fuse_ir(source.model, portable=portable, shared_cache=shared_cache, join_projections=join_projections)
     changed = any(site.fused for site in report.sites)
     result = source.result(changed)
     if output is not None:
@@ -73,27 +77,30 @@ def fuse(
     return result, report
 
 
-def fuse_ir(model: ir.Model, *, portable: bool = True, shared_cache: bool = False) -> Report:
+def fuse_ir(
+    model: ir.Model, *, portable: bool = True, shared_cache: bool = False, join_projections: bool = True
+) -> Report:
     """fuse() in place.
 
     Calls of model-local functions are written out if more attention can be fused then, else the functions stay.
     """
     schema.register_schema()
     schema.check_nodes(_all_nodes(model))
+    options = _Options(portable, shared_cache, join_projections)
     keys = inlining.concerned(model)
     if not keys:
-        return _fuse(model, portable, {}, shared_cache)
+        return _fuse(model, options, {})
     try:
         copy, places = inlining.written_out(model, keys)
     except ValueError as error:
-        report = _fuse(model, portable, {}, shared_cache)
+        report = _fuse(model, options, {})
         sites = (
             dataclasses.replace(site, reason=str(error)) if _is_left_inside(site) else site for site in report.sites
         )
         return dataclasses.replace(report, sites=tuple(sites))
-    whole = _fuse(copy, portable, places, shared_cache)
+    whole = _fuse(copy, options, places)
     if all(_is_left_inside(site) for site in whole.sites if site.is_inside_function):
-        report = _fuse(model, portable, {}, shared_cache)
+        report = _fuse(model, options, {})
         if whole.fused == report.fused:  # nothing gained; but there more is found, and it is known better why not
             return dataclasses.replace(report, sites=whole.sites)
     model.graph, model.ir_version = copy.graph, copy.ir_version
@@ -109,14 +116,16 @@ def _with_caches(model: ir.Model, kind: str, portable: bool) -> Report:
     from flashonnx.export.caches.pairs import CacheError
 
     gone = rewriting.prepare(model, kind)
-    left = [site for site in fuse_ir(model, portable=False).sites if not site.fused]
+    left = [site for site in fuse_ir(model, portable=False, join_projections=False).sites if not site.fused]
     try:
         notes = rewriting.finish(model, kind)
     except CacheError as error:
         if not left:
             raise
         raise ValueError(f"{error}; '{left[0].node}' is left as it was: {left[0].reason}") from error
-    again = fuse_ir(model, portable=portable)  # nodes for caches in their best form, and bodies for all
+    again = fuse_ir(
+        model, portable=portable, join_projections=False
+    )  # nodes for caches in their best form, and bodies for all
     sites = (
         dataclasses.replace(site, kind="attention with a cache", reason="") if site.kind == KV_CACHE else site
         for site in again.sites
@@ -130,9 +139,18 @@ def _is_left_inside(site: Site) -> bool:
     return site.is_inside_function and not site.fused
 
 
-def _fuse(model: ir.Model, portable: bool, places: Mapping[ir.Node, str], shared_cache: bool) -> Report:
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """Those of `fuse`."""
+
+    portable: bool
+    shared_cache: bool
+    join_projections: bool
+
+
+def _fuse(model: ir.Model, options: _Options, places: Mapping[ir.Node, str]) -> Report:
     """Fuses all but functions; `places` tells where nodes that were written out come from."""
-    fusion = Fusion(model, shared_cache=shared_cache)
+    fusion = Fusion(model, shared_cache=options.shared_cache)
     remove_unused(see_through(model, fusion.facts, fusion.names))
     fused: list[ir.Node] = []
     sites = []
@@ -140,12 +158,15 @@ def _fuse(model: ir.Model, portable: bool, places: Mapping[ir.Node, str], shared
         candidate = dataclasses.replace(found, where=found.where + places.get(found.node, ""))
         matrix, chain = matrix_of(fusion.facts, candidate), [(n.op_type, n.name or "") for n in candidate.chain()]
         site, node = _one(fusion, candidate)
+        if node is not None and options.join_projections and (before := projections.join(fusion, node)):
+            remove_unused(before)
+            site = dataclasses.replace(site, became=describe(fusion, node))
         mask = mask_of(fusion.facts, node) if node is not None else None
         sites.append(dataclasses.replace(site, matrix=matrix, operators=tuple(chain), mask=mask))
         if node is not None:
             fused.append(node)
     remove_unused(fusion.reducer.made[::-1])  # smaller masks of sites that were left in the end
-    notes = _attach(fusion, fused, portable)
+    notes = _attach(fusion, fused, options.portable)
     return Report(tuple(sites), tuple(notes))
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import compare
@@ -137,6 +139,26 @@ def test_gate_knows_the_right_answer(workload: Workload, monkeypatch: pytest.Mon
     monkeypatch.setitem(correctness._SCORES, "cpu", 3 * workload.lengths[0] * workload.lengths[1])  # three heads
     assert Gate(problem).check(answer) == pytest.approx(whole, rel=0.1)
     assert whole[0] <= correctness.EPSILON[workload.dtype] * 2
+
+
+def test_gate_compares_some_heads_of_a_large_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evenly spread ones, each right by the reference; NaN is found in all."""
+    workload = Workload("", "", "float32", 2, (8, 2), (7, 9), 16)
+    problem = problems.make(workload, "cpu")
+    monkeypatch.setattr(correctness, "_MOST", 4 * 2 * 7 * 9)
+    chosen = correctness._heads(problem)
+    assert chosen == [0, 2, 4, 7]
+    answer = truth(problem)
+    Gate(problem).check(answer)
+    for head in range(8):
+        wrong = answer.clone()
+        wrong[1, 6, head] += 0.1
+        if head in chosen:
+            with pytest.raises(WrongAnswerError):
+                Gate(problem).check(wrong)
+        wrong[1, 6, head, 3] = float("nan")
+        with pytest.raises(WrongAnswerError, match="NaN"):
+            Gate(problem).check(wrong)
 
 
 def test_gate_is_the_rule_of_the_tests() -> None:
@@ -308,7 +330,7 @@ def test_every_backend_here_is_right(workload: Workload) -> None:
     assert ("ours-unmasked" in {row.backend for row in rows}) == bool(workload.mask)
 
 
-def test_copies_are_kept() -> None:
+def test_copies_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches that take copies in turn have them all, whatever a runner holds on to."""
     seen: list[weakref.ref[torch.Tensor]] = []
 
@@ -331,3 +353,12 @@ def test_copies_are_kept() -> None:
     gc.collect()
     assert len(seen) == 3 and all(tensor() is not None for tensor in seen)
     call()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    replay, _ = timing.capture(call)
+    del call
+    gc.collect()
+    assert all(tensor() is not None for tensor in seen)  # as long as the graph may be replayed
+    replay()

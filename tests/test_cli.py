@@ -215,7 +215,7 @@ def test_module_version_and_completion() -> None:
     assert all(command in process("--help").stdout for command in COMMANDS)
     script = process("--show-completion", "bash", SHELL="/bin/bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
     assert "_FLASHONNX_COMPLETE=complete_bash" in script.stdout, script.stdout + script.stderr
-    for words, expected in (("flashonnx in", {"inspect"}), ("flashonnx fuse --no-", {"--no-portable"})):
+    for words, expected in (("flashonnx in", {"inspect"}), ("flashonnx fuse --no-p", {"--no-portable"})):
         count = str(len(words.split()) - 1)
         done = process(_FLASHONNX_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=count)
         assert set(done.stdout.split()) == expected, done.stdout + done.stderr

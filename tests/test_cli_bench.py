@@ -214,6 +214,43 @@ def test_a_model_that_is_fused_already(plain: Path, flashonnx_command: Command) 
     }
 
 
+def test_packed_tokens_are_lengths(flashonnx_command: Command, library_path: str) -> None:
+    """Not a batch, though they are the first axis; the batch is how many sequences end among them."""
+    onnx.save(
+        onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 20, "flashonnx" : 1]>
+        g (float[tokens,32] x, int32[ends] cu_seqlens) => (float[tokens,32] y)
+        { y = flashonnx.FlashAttentionVarlen<q_num_heads=4, kv_num_heads=4>(x, x, x, cu_seqlens) }"""),
+        "packed.onnx",
+    )
+    told = flashonnx_command.json("bench", "packed.onnx", "packed.onnx", "--lengths", "8,16", "--batch", 3, *QUICK)
+    assert told["title"] == "packed.onnx, by tokens"
+    assert [r["length"] for r in told["results"] if r["contender"] == "fused" and r["median_ms"]] == [8, 16]
+
+
+def test_a_mask_of_past_and_new_keys(flashonnx_command: Command) -> None:
+    """Its axis has a name of its own, and is as long as both."""
+    onnx.save(
+        onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 23]>
+        g (int64[batch,new] input_ids, float[batch,total] attention_mask, float[batch,2,past,8] past_key)
+          => (float[batch,2,t,8] y, float[batch,total] seen)
+        {
+            x0 = Gather(table, input_ids) x = Transpose<perm=[0,2,1,3]>(x0) keys = Concat<axis=2>(past_key, x)
+            axes = Constant<value_ints=[1,2]>() m0 = Unsqueeze(attention_mask, axes) seen = Identity(attention_mask)
+            kt = Transpose<perm=[0,1,3,2]>(keys)
+            scores = MatMul(x, kt) masked = Add(scores, m0) p = Softmax<axis=-1>(masked) y = MatMul(p, keys) }"""),
+        "past.onnx",
+    )
+    model = onnx.load("past.onnx")
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((9, 2, 8), np.float32), "table"))
+    onnx.save(model, "past.onnx")
+    told = flashonnx_command.json("bench", "past.onnx", "--lengths", "8", *QUICK)
+    assert told["title"] == "past.onnx, by new = past"
+    assert all(result["median_ms"] for result in told["results"]), told["results"]
+    told = flashonnx_command.json("bench", "past.onnx", "--lengths", "8", "--dim", "new=1", *QUICK)
+    assert told["title"] == "past.onnx, by past"
+    assert flashonnx_command.json("verify", "past.onnx", "past.onnx")["ok"]
+
+
 def test_a_wrong_model_gets_no_time(plain: Path, flashonnx_command: Command) -> None:
     onnx.save(written_out(scale=3.0), "wrong.onnx")
     done = flashonnx_command.json("bench", plain, "wrong.onnx", "--lengths", "9", *QUICK, code=1)

@@ -90,6 +90,14 @@ def test_what_onnxruntime_says_is_shortened(plain: Path, flashonnx_command: Comm
     assert text.startswith("MatMul 'mean': ") and "/" not in text.partition(":")[0] and "onnxruntime_src" not in text
 
 
+@pytest.mark.parametrize("command", [("fuse", "-o"), ("unfuse", "-o"), ("fuse", "--report", "html", "-o")])
+def test_no_model_goes_to_stdout(command: tuple[str, ...], plain: Path, flashonnx_command: Command) -> None:
+    """A dash stands for it elsewhere; here it would be a file of that name."""
+    said = flashonnx_command(command[0], plain, *command[1:], "-", code=2)
+    assert said.startswith("flashonnx: cannot write to '-': models and reports go to files") and said.count("\n") == 1
+    assert not Path("-").exists()
+
+
 def test_errors_have_their_notes() -> None:
     """Behind the one line that is left of what torch's exporter says."""
     from flashonnx.cli._errors import told

@@ -127,8 +127,8 @@ def test_last_tokens_of_prompts_apart(sizes: dict[str, int], exported: Any, want
     widths: list[int] = []
     run = generator._decoder.run
 
-    def noted(ids: Any, lengths: Any) -> Any:
-        read = run(ids, lengths)
+    def noted(ids: Any) -> Any:
+        read = run(ids)
 
         def reading() -> Any:
             widths.append(ids.shape[1])
@@ -174,11 +174,14 @@ def test_stops_and_calls_back(form: tuple[str, str], exported: Any, wanted: Any)
         told[index].append(token)
         order.append(index)
 
-    result = Generator(path, batch=2, capacity=40, page_size=8, device="cpu")(PROMPTS, NEW, stop=stop, callback=tell)
+    generator = Generator(path, batch=2, capacity=40, page_size=8, device="cpu")
+    result = generator(PROMPTS, NEW, stop=stop, callback=tell)
     assert result.tokens == told == [tokens[:n] for tokens, n in zip(want, cut, strict=True)]
     assert result.finished == ["stop" if want[i][n - 1] in stop else "length" for i, n in enumerate(cut)]
     assert order[:2] == [0, 1], "two go side by side"
     assert result.decode_tokens > 0 and result.tokens_per_second > 0
+    (one,) = generator(PROMPTS[:1], NEW, stop=want[0][4]).tokens
+    assert one == want[0][: want[0].index(want[0][4]) + 1]
 
 
 def test_caches_are_written_in_place(exported: Any) -> None:
@@ -214,11 +217,25 @@ WRONG: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "one list": ([1, 2], {}, "prompt 0 is expected .* prompts a list of such lists, got 1"),
     "unknown token": ([[99]], {}, r"tokens in \[0, 99\), got 99 to 99"),
     "too long": ([[1] * 30], {}, "needs 34 keys for 30 tokens and 5 new ones; there are 32"),
-    "no tokens": ([[1]], {"max_new_tokens": 0}, "max_new_tokens >= 1"),
-    "top_k": ([[1]], {"top_k": 100}, "0 <= top_k <= 99"),
-    "temperature": ([[1]], {"temperature": -1.0}, "temperature >= 0"),
-    "top_p": ([[1]], {"top_p": 0.0}, "0 < top_p <= 1"),
-    "top_p beyond": ([[1]], {"top_p": 1.5}, "0 < top_p <= 1, got 5, 0.0, 0 and 1.5"),
+    "no tokens": ([[1]], {"max_new_tokens": 0}, "max_new_tokens is expected .* of at least 1, got 0"),
+    "top_k": ([[1]], {"top_k": 100}, r"top_k is expected .* in \[0, 99\], got 100"),
+    "temperature": ([[1]], {"temperature": -1.0}, "temperature is expected to be at least 0, got -1.0"),
+    "temperature NaN": ([[1]], {"temperature": float("nan")}, "temperature is expected to be a number, got NaN"),
+    "top_p": ([[1]], {"top_p": 0.0}, r"top_p is expected to be in \(0, 1\], got 0.0"),
+    "top_p beyond": ([[1]], {"top_p": 1.5}, r"top_p is expected to be in \(0, 1\], got 1.5"),
+    "unknown stop": ([[1]], {"stop": [3, 99]}, r"stop is expected to have tokens in \[0, 99\), got 99"),
+    "seed": ([[1]], {"seed": -1}, "seed is expected .* of at least 0, got -1"),
+}
+KINDS: dict[str, tuple[dict[str, Any], str]] = {
+    "part of a token": ({"max_new_tokens": 2.5}, "max_new_tokens is expected to be a whole number, got 2.5"),
+    "no number": ({"max_new_tokens": None}, "max_new_tokens is expected to be a whole number, got None"),
+    "yes": ({"max_new_tokens": True}, "max_new_tokens is expected to be a whole number, got True"),
+    "top_k": ({"top_k": 2.5}, "top_k is expected to be a whole number, got 2.5"),
+    "top_p": ({"top_p": "0.9"}, "top_p is expected to be a number, got '0.9'"),
+    "temperature": ({"temperature": "hot"}, "temperature is expected to be a number, got 'hot'"),
+    "stop": ({"stop": None}, "stop is expected to be a token number or several, got None"),
+    "stops": ({"stop": [1, 2.5]}, r"stop is expected to be a token number or several, got \[1, 2.5\]"),
+    "words": ({"stop": "end"}, "stop is expected to be a token number or several, got 'end'"),
 }
 
 
@@ -230,12 +247,33 @@ def test_wrong_requests(case: str, exported: Any) -> None:
         generator(prompts, **{"max_new_tokens": 5, **more})
 
 
+@pytest.mark.parametrize("case", KINDS)
+def test_arguments_of_other_kinds(case: str, exported: Any) -> None:
+    more, message = KINDS[case]
+    generator = Generator(exported("llama", "static")[1], capacity=32, device="cpu")
+    with pytest.raises(TypeError, match=message):
+        generator([[1]], **{"max_new_tokens": 5, **more})
+
+
+def test_top_k_or_top_p_alone_draw(exported: Any) -> None:
+    """At temperature 1, as transformers with do_sample=True; at temperature 0 nothing is drawn."""
+    generator = Generator(exported("llama", "static")[1], batch=5, capacity=40, device="cpu")
+    greedy = generator(PROMPTS, NEW).tokens
+    for how in ({"top_k": 20}, {"top_p": 0.9}):
+        drawn = generator(PROMPTS, NEW, **how).tokens
+        assert drawn == generator(PROMPTS, NEW, temperature=1, **how).tokens != greedy
+        assert generator(PROMPTS, NEW, temperature=0, **how).tokens == greedy
+
+
 def test_wrong_models_and_sizes(exported: Any) -> None:
     from onnx import TensorProto, helper
 
     _, path = exported("llama", "static")
-    with pytest.raises(ValueError, match="batch is expected to be positive, got 0"):
+    with pytest.raises(ValueError, match="batch is expected to be a whole number of at least 1, got 0"):
         Generator(path, batch=0)
+    for name in ("batch", "capacity", "chunk", "page_size", "pages"):
+        with pytest.raises(TypeError, match=f"{name} is expected to be a whole number, got 2.5"):
+            Generator(path, **{name: 2.5})
     with pytest.raises(ValueError, match="'cpu' or 'cuda', got 'tpu'"):
         Generator(path, device="tpu")
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy"]

@@ -75,6 +75,20 @@ def test_masks_of_the_other_16_bits(library: Library, device: str, case: Case) -
     Problem(library, case, device).check()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("multiprocessors", [1, 7])
+@pytest.mark.parametrize("changes", [
+    {}, {"lse": False}, {"lengths": (500, 130)}, {"mask": "b11k", "mask_fill": "padding"}, {"left": 40, "right": 90},
+    {"q_length": 1100, "is_causal": 1},
+], ids=lambda changes: "-".join(changes) or "full")  # fmt: skip
+def test_many_tiles(library: Library, changes: dict[str, Any], multiprocessors: int) -> None:
+    """More than the multiprocessors take at once: tiles of sm90 are of 192 queries then, else of 128."""
+    case = replace(cases.square("many-tiles", 500, dtype="float16", heads=(3, 3), head_dim=64), **changes)
+    problem = Problem(library, case, "cuda")
+    problem.params.device.sm_count = multiprocessors
+    problem.check()
+
+
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_infinite_and_largest_elements(library: Library, device: str, dtype: str) -> None:
     """Where a query sees them: as IEEE arithmetic has it. Products of split numbers would make NaN of them."""
@@ -87,6 +101,25 @@ def test_infinite_and_largest_elements(library: Library, device: str, dtype: str
     expected = case.reference(inputs)["Y"]
     assert np.isinf(expected).sum() == 2 * 39
     assert np.isfinite(expected[1]).all()
+    y = Problem(library, case, device, inputs=inputs).run()["Y"].astype(np.float64)
+    tolerance = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}[dtype]
+    np.testing.assert_allclose(y, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("head_dim", [24, 64, 160])
+def test_infinite_values_that_few_queries_see(library: Library, device: str, dtype: str, head_dim: int) -> None:
+    """Of two decoded tokens one masks the keys with infinite values and NaN; their tiles lie between others."""
+    shape = {"q_length": 2, "kv_length": 300, "heads": (4, 2), "head_dim": head_dim}
+    case = Case(f"infinite-few-{dtype}-{head_dim}", dtype=dtype, mask="b1qk", lse=False, **shape)
+    inputs = case.inputs()
+    inputs["attn_mask"][...] = True
+    inputs["attn_mask"][:, :, 0, [3, 140, 299]] = False
+    inputs["V"][0, [3, 140], 5] = np.inf
+    inputs["V"][1, 299, head_dim - 1] = np.nan
+    expected = case.reference(inputs)["Y"]
+    assert np.isfinite(expected[:, 0]).all()
+    assert np.isinf(expected[0, 1]).sum() == np.isnan(expected[1, 1]).sum() == 2
     y = Problem(library, case, device, inputs=inputs).run()["Y"].astype(np.float64)
     tolerance = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}[dtype]
     np.testing.assert_allclose(y, expected, rtol=tolerance, atol=tolerance)

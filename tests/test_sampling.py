@@ -9,7 +9,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-from flashonnx._sampling import Draw, choose  # noqa: E402
+from flashonnx import _sampling  # noqa: E402
+from flashonnx._sampling import Draw  # noqa: E402
+
+
+def choose(logits: Any, how: Draw, random: Any) -> int:
+    """Of one row."""
+    (token,) = _sampling.choose(logits[None], how, [random])
+    return token
 
 
 def chances(logits: Any, how: Draw) -> Any:
@@ -41,15 +48,16 @@ def test_draws_are_of_the_softmax(how: Draw, dtype: Any) -> None:
 
 @pytest.mark.parametrize("top_k", [0, 1, 5, 300, 2000])
 @pytest.mark.parametrize("top_p", [1.0, 0.999, 0.9, 0.3, 1e-6])
-def test_what_may_be_drawn_among_many(top_k: int, top_p: float) -> None:
-    """As many words as models have, equal ones among them: what transformers keeps, and the draw by the running sum."""
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_what_may_be_drawn_among_many(top_k: int, top_p: float, dtype: Any) -> None:
+    """As many words as models have: what transformers keeps, and the draw by the running sum."""
     random = np.random.default_rng(top_k)
     for words in (2000, 2001, 300):
-        k = min(top_k, words)
-        logits = (3 * random.standard_normal(words)).astype(np.float32)
+        logits = random.permutation(np.unique((3 * random.standard_normal(words)).astype(dtype)))  # no equal ones
+        k = min(top_k, len(logits))
         how = Draw(0.8, k, top_p)
         right = chances(logits, how)
-        scores = torch.from_numpy(logits)[None] / 0.8
+        scores = torch.from_numpy(logits).float()[None] / 0.8
         if k:
             scores = transformers.TopKLogitsWarper(k)(None, scores)
         scores = transformers.TopPLogitsWarper(top_p)(None, scores)[0]
@@ -97,3 +105,17 @@ def test_nan_of_either_sign(bits: list[int]) -> None:
 @pytest.mark.parametrize("logits", [[-0.0, 0.0], [-3, -1, -2], [-3, 5, -2, 5], [0.0, -0.0, -1], [-2, -2]])
 def test_greatest_of_float16(logits: list[float]) -> None:
     assert choose(np.array(logits, np.float16), Draw(), np.random.default_rng(0)) == np.argmax(logits)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_rows_are_chosen_apart(dtype: Any) -> None:
+    """As each would be alone; rows without a positive number among others."""
+    random = np.random.default_rng(0)
+    logits = random.standard_normal((5, 300)).astype(dtype)
+    logits[1] -= dtype(10)
+    for how in (Draw(), Draw(0.9), Draw(2.0, 40, 0.9)):
+        alone = [choose(row, how, np.random.default_rng(n)) for n, row in enumerate(logits)]
+        assert _sampling.choose(logits, how, [np.random.default_rng(n) for n in range(5)]) == alone
+    logits[3, 7] = np.nan
+    with pytest.raises(FloatingPointError, match="NaN"):
+        _sampling.choose(logits, Draw(), [random] * 5)

@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from flashonnx import _float64
+from flashonnx._compare import rows_of
 from flashonnx._inputs import InputSpec, generate
 from onnx import TensorProto, helper, numpy_helper
 
@@ -283,12 +284,57 @@ def test_generated_inputs() -> None:
         assert feeds["input_ids"].shape == (b, s) and feeds["bias"].shape == (b, 1, s, p + s)
         assert feeds["input_ids"].min() >= 0 and feeds["input_ids"].max() < 7
         assert set(np.unique(feeds["attention_mask"])) <= {0, 1} and (feeds["attention_mask"].sum(axis=1) >= 1).all()
-        assert (feeds["position_ids"][0] == np.arange(s)).all() and not feeds["token_type_ids"].any()
+        assert (feeds["position_ids"][0] == p + np.arange(s)).all() and not feeds["token_type_ids"].any()
     assert first[2][1]["attention_mask"][:, 0].all() and not first[2][1]["attention_mask"].all()  # padded on the right
     assert first[3][1]["attention_mask"][:, -1].all() and not first[3][1]["attention_mask"].all()  # and on the left
     odd = [InputSpec("x", np.dtype("float32"), ("floor(a/b)",))]
     with pytest.raises(ValueError, match=r"input 'x' has a dimension 'floor.*pass inputs"):
         list(generate(odd, None))
+
+
+@pytest.mark.parametrize(
+    ("mask", "past", "implied"),
+    [
+        ("attention_mask", "past_key_values.0.key", True),
+        ("decoder_attention_mask", "past_key_values.0.decoder.key", True),
+        ("encoder_attention_mask", "past_key_values.0.decoder.key", False),
+        ("attention_mask", "past_key_values.0.encoder.key", False),
+    ],
+)
+def test_generated_masks_of_past_and_new_keys(mask: str, past: str, implied: bool) -> None:
+    """An axis of the mask's own is their sum, unless a value is given for it, or it is that of an encoder."""
+    specs = [
+        InputSpec("input_ids", np.dtype("int64"), ("batch", "new")),
+        InputSpec(mask, np.dtype("int64"), ("batch", "total")),
+        InputSpec(past, np.dtype("float32"), ("batch", 2, "past", 8)),
+    ]
+    for sizes, feeds in generate(specs, {"new": [1, 5], "past": [4, 7]}):
+        assert (feeds[mask].shape[1] == sizes["past"] + sizes["new"]) == implied
+    ((_, feeds),) = generate(specs, {"new": [2], "past": [3], "total": [9]})
+    assert feeds[mask].shape[1] == 9
+
+
+def test_generated_positions_stand_behind_the_past() -> None:
+    specs = [
+        InputSpec("position_ids", np.dtype("int64"), ("batch", "new")),
+        InputSpec("past_key_values.0.key", np.dtype("float32"), ("batch", 2, "past", 8)),
+    ]
+    ((_, feeds),) = generate(specs, {"new": [3], "past": [5]})
+    assert (feeds["position_ids"] == [5, 6, 7]).all()
+    lengths = InputSpec("cache_lengths", np.dtype("int64"), ("batch",))  # which say where they stand themselves
+    ((_, feeds),) = generate([*specs, lengths], {"new": [3], "past": [5]})
+    assert (feeds["position_ids"] == [0, 1, 2]).all()
+
+
+def test_rows_before_the_first_token_of_a_past() -> None:
+    """The mask's last columns are the new tokens'; keys of both are a present's."""
+    mask = np.array([[0, 0, 0, 1, 1], [1, 1, 1, 1, 1]])
+    feeds = {"attention_mask": mask, "past_key": np.zeros((2, 4, 2, 8))}
+    (_, judged), (_, before) = rows_of(feeds, (2, 3, 7))
+    assert judged[:, :, 0].tolist() == [[False, True, True], [True] * 3] and (judged != before).all()
+    (_, judged), _ = rows_of(feeds, (2, 4, 5, 8))
+    assert judged[:, 0, :, 0].tolist() == [[False, False, False, True, True], [True] * 5]
+    assert rows_of(feeds, (2, 4, 7))[0][1].all()  # another axis
 
 
 def test_agreement_on_nothing_is_none() -> None:

@@ -40,8 +40,8 @@ def plain(subject: Subject, module: torch.nn.Module, places: Mapping[str, weight
     return ir.to_proto(program.model)
 
 
-def ours(model: onnx.ModelProto, attentions: int) -> onnx.ModelProto:
-    """The model after `flashonnx.fuse`.
+def ours(model: onnx.ModelProto, attentions: int, *, join: bool = True) -> onnx.ModelProto:
+    """The model after `flashonnx.fuse`; without `join`, Q, K and V are made as they were.
 
     Raises:
         UnfusableError: not all of its attention was fused; with the report.
@@ -49,7 +49,7 @@ def ours(model: onnx.ModelProto, attentions: int) -> onnx.ModelProto:
     import flashonnx
     import onnx
 
-    fused, report = flashonnx.fuse(model, portable=False)
+    fused, report = flashonnx.fuse(model, portable=False, join_projections=join)
     if not report.fused == report.total == attentions:
         raise UnfusableError(f"{report.fused} of {report.total} were fused, {attentions} were expected\n{report}")
     assert isinstance(fused, onnx.ModelProto)
@@ -78,26 +78,36 @@ def typed(model: onnx.ModelProto) -> onnx.ModelProto:
     return result
 
 
-def without_attention(model: onnx.ModelProto) -> onnx.ModelProto:
+def without_attention(model: onnx.ModelProto, width: int) -> onnx.ModelProto:
     """A fused model whose attention gives its queries back: the time that no attention kernel can save.
 
+    Queries that lie packed beside keys and values, the first `width` features, are copied out. Rotations that the
+    operator does are gone with it.
+
     Raises:
-        UnfusableError: a node has no queries of its own.
+        UnfusableError: queries lie elsewhere.
     """
+    import numpy as np
     import onnx
+    from onnx import helper, numpy_helper
 
     result = onnx.ModelProto()
     result.CopyFrom(model)
     for node in result.graph.node:
         if node.domain != "flashonnx":
             continue
-        if len(node.input) < 3 or not node.input[2]:
-            raise UnfusableError(f"{node.name} has packed projections")
-        query, output = node.input[0], node.output[0]
+        layouts = [helper.get_attribute_value(item) for item in node.attribute if item.name == "qkv_layout"]
+        query, output, layout = node.input[0], node.output[0], layouts[0].decode() if layouts else "separate"
         node.Clear()
-        node.op_type = "Identity"
-        node.input.append(query)
-        node.output.append(output)
+        if layout == "separate":
+            node.CopyFrom(helper.make_node("Identity", [query], [output]))
+            continue
+        if layout not in ("3hd", "gqa"):
+            raise UnfusableError(f"queries packed as {layout}")
+        bounds = [f"{output}.{name}" for name in ("start", "end", "axis")]
+        for name, number in zip(bounds, (0, width, 2), strict=True):
+            result.graph.initializer.append(numpy_helper.from_array(np.array([number], np.int64), name))
+        node.CopyFrom(helper.make_node("Slice", [query, *bounds], [output]))
     return result
 
 

@@ -33,7 +33,7 @@ class Settings:
         device: "cuda" or "cpu".
         budget: seconds of measured time for each session.
         cuda_graph: whether ONNX Runtime captures each session in a CUDA graph.
-        only: names of variants; empty for all.
+        only: names of variants, with the ending of those without MatMulAddFusion; empty for all.
     """
 
     device: str
@@ -100,33 +100,32 @@ def measure(
     import torch
 
     subject, variants = load(description)
-    if settings.only:
-        variants = [variant for variant in variants if variant["name"] in settings.only]
     folder = description.parent
     paths = {v["name"]: folder / f"{subject.name}.{v['name']}.onnx" for v in variants if v["made"]}
-    for made in weights.fill(paths.values(), settings.device):
+    chosen = [(v, suffix) for v in variants for suffix in _suffixes(v["name"], paths.get(v["name"]), settings)]
+    needed = {paths[v["name"]] for v, _ in chosen if v["made"]}
+    for made in weights.fill(sorted(needed), settings.device):
         say(f"{made.name}: random weights, {made.stat().st_size >> 20} MiB")
     results, running, outputs = [], {}, {}
     _wake(settings.device)
-    for variant in variants:
+    for variant, suffix in chosen:
         name = variant["name"]
-        for suffix in ("", ADD) if settings.device == "cuda" and _has_biases(paths.get(name)) else ("",):
-            result = Result(name + suffix, variant["note"], cpu_error=variant["error"])
-            results.append(result)
-            if not variant["made"]:
-                continue
-            free = _free(settings.device)
-            try:
-                session = _start(paths[name], subject, settings, add=bool(suffix))
-            except Exception as error:  # of many classes; the others can still be measured
-                result.note = f"ONNX Runtime: {str(error).splitlines()[0][:200]}"
-                say(f"{subject.name}: {result.variant}: {result.note}")
-                continue
-            if settings.device == "cuda":
-                result.device_mib = (free - _free(settings.device)) / 2**20
-            running[result.variant] = session
-            if variant["same"]:
-                outputs[result.variant] = session.output.cpu().numpy()
+        result = Result(name + suffix, variant["note"], cpu_error=variant["error"])
+        results.append(result)
+        if not variant["made"]:
+            continue
+        free = _free(settings.device)
+        try:
+            session = _start(paths[name], subject, settings, add=bool(suffix))
+        except Exception as error:  # of many classes; the others can still be measured
+            result.note = f"ONNX Runtime: {str(error).splitlines()[0][:200]}"
+            say(f"{subject.name}: {result.variant}: {result.note}")
+            continue
+        if settings.device == "cuda":
+            result.device_mib = (free - _free(settings.device)) / 2**20
+        running[result.variant] = session
+        if variant["same"]:
+            outputs[result.variant] = session.output.cpu().numpy()
     for result in results:
         if result.variant in outputs and BASE in outputs:
             result.error = distance(outputs[result.variant], outputs[BASE])
@@ -145,6 +144,13 @@ def measure(
     if settings.device == "cuda":
         torch.cuda.empty_cache()
     return results
+
+
+def _suffixes(name: str, path: Path | None, settings: Settings) -> list[str]:
+    """The ways to run a variant: with all of ONNX Runtime's optimisations, and without one where that may matter."""
+    asked = [suffix for suffix in ("", ADD) if not settings.only or name + suffix in settings.only]
+    without = ADD in asked and settings.device == "cuda" and _has_biases(path)
+    return [suffix for suffix in asked if not suffix or without]
 
 
 def _time(calls: dict[str, Callable[[], None]], settings: Settings) -> dict[str, list[float]]:

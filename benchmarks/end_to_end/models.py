@@ -58,6 +58,11 @@ class Subject:
         return count, self.config.get("num_key_value_heads", count)
 
     @property
+    def head_size(self) -> int:
+        """Features of a head."""
+        return self.config.get("head_dim", self.config["hidden_size"] // self.heads[0])
+
+    @property
     def tokens(self) -> int:
         """How many each sequence has: a ViT's are patches of 16 pixels, and one more."""
         return (self.length // self.config.get("patch_size", 16)) ** 2 + 1 if self.family == "vit" else self.length

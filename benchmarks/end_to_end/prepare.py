@@ -82,17 +82,18 @@ def variants(subject: Subject, module: Any, places: dict[str, weights.Matrix]) -
         fused = _try(name, f"flashonnx.fuse of '{base.name}'", partial(graphs.ours, base.model, layers))
         made.append(fused)
         if fused.model is not None:
-            less = _try(f"{name}-no-attention", "queries for answers", partial(graphs.without_attention, fused.model))
+            width = subject.heads[0] * subject.head_size
+            cut = partial(graphs.without_attention, fused.model, width)
+            less = _try(f"{name}-no-attention", "queries for answers", cut)
             made.append(dataclasses.replace(less, same=False))
         if base.name == "ort-attention" and fused.model is not None and subject.family == "vit":
-            best.append(
-                _try(
-                    "ort-mha",
-                    f"MultiHeadAttention where '{name}' has our operator",
-                    partial(graphs.multi_head, fused.model),
-                )
-            )
+            note = f"MultiHeadAttention where '{name}' has our operator, Q, K and V as they were"
+            best.append(_try("ort-mha", note, partial(_multi_head, base.model, layers)))
     return made + best
+
+
+def _multi_head(model: onnx.ModelProto, layers: int) -> onnx.ModelProto:
+    return graphs.multi_head(graphs.ours(model, layers, join=False))
 
 
 def _best(subject: Subject, module: Any, places: dict[str, weights.Matrix]) -> list[Variant]:

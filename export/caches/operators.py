@@ -9,6 +9,7 @@ import onnx_ir as ir
 from flashonnx.export.caches.pairs import CacheError, Pair, same
 from flashonnx.export.masks.forms import Affine
 from flashonnx.export.masks.positions import form_of
+from flashonnx.export.masks.reducer import is_true, is_zero
 from flashonnx.export.model.build import Builder, Names
 from flashonnx.export.operator import schema
 from flashonnx.export.operator.cache_schema import CACHE_INPUTS, KV_CACHE
@@ -102,7 +103,7 @@ class CacheAttention:
     def _check(self, node: ir.Node, inputs: dict[str, ir.Value | None]) -> None:
         """Its scores are masked by a triangle or window that ends at the last key, and by nothing else."""
         mask, lengths = inputs.get("attn_mask"), inputs.get("nonpad_kv_seqlen")
-        if mask is not None:
+        if mask is not None and not self._sees_all(mask):
             raise CacheError(
                 f"'{node.name}' has a mask or bias that is more than a triangle or a window ('{mask.name}', "
                 f"{self.facts.dims(mask)}): masks of padding are expected to come from an input called attention_mask, "
@@ -121,6 +122,13 @@ class CacheAttention:
         windows = [self._number(node, f"{side}_window_size", -1) for side in ("left", "right")]
         if not ends_last and (causal or windows != [-1, -1]):
             raise CacheError(f"'{node.name}' counts its triangle or window from the first past key")
+
+    def _sees_all(self, mask: ir.Value) -> bool:
+        """Whether a mask over all keys hides none, as one of padding does that was fused before."""
+        dims = self.facts.dims(mask)
+        if not dims or dims[-1] != self.before + self.count:
+            return False
+        return (is_true if self.facts.dtype(mask) == ir.DataType.BOOL else is_zero)(self.facts, mask)
 
     @staticmethod
     def _number(node: ir.Node, name: str, default: int) -> int:

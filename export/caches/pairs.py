@@ -6,12 +6,15 @@ import dataclasses
 from collections.abc import Iterator
 
 import onnx_ir as ir
+from flashonnx.export.operator.cache_schema import KV_CACHE
+from flashonnx.export.operator.schema import DOMAIN
 from flashonnx.export.rules.operator_site import FLOATS
 from flashonnx.export.values.dims import Dim
 from flashonnx.export.values.facts import Facts
 
 # Attention operators with a past: which input is the past key; values follow, presents are outputs 1 and 2.
 _OPERATORS = {("", "Attention"): 4, ("flashonnx", "FlashAttention"): 4, ("com.microsoft", "MultiHeadAttention"): 6}
+_GROUPED = ("com.microsoft", "GroupQueryAttention")
 
 
 class CacheError(ValueError):
@@ -61,6 +64,7 @@ def pairs(model: ir.Model, facts: Facts) -> list[Pair]:
                 raise CacheError(f"'{past.name}' with the new keys or values behind it {what} of the model")
             found.append(Pair(past, new, whole, presents[0]))
     if not found:
+        _has_caches(model)
         raise CacheError(
             "no input of shape (batch, heads, past, size) is put before new keys by Concat, or read by an attention "
             "operator as its past, so there is nothing that could be a cache"
@@ -73,6 +77,25 @@ def pairs(model: ir.Model, facts: Facts) -> list[Pair]:
     if len(lengths.pop().atoms) != 1:
         raise CacheError(f"'{found[0].past.name}' has a fixed length; the axis of past keys is expected to be dynamic")
     return found
+
+
+def _has_caches(model: ir.Model) -> None:
+    """Tells apart what needs no caches.
+
+    Raises:
+        CacheError: attention has them already.
+    """
+    for node in model.graph.all_nodes():
+        if node.op_identifier()[:2] == (DOMAIN, KV_CACHE):
+            raise CacheError(
+                f"'{node.name or node.outputs[0].name}' reads and writes a cache already: the file has the inputs and "
+                "outputs that kv_cache gives, and is to be used as it is"
+            )
+        if node.op_identifier()[:2] == _GROUPED and any(node.inputs[3:5]):
+            raise CacheError(
+                f"'{node.name or node.outputs[0].name}' is com.microsoft's GroupQueryAttention, which has buffers for "
+                "past keys and their lengths already: fuse without kv_cache makes FlashAttentionKVCache of it"
+            )
 
 
 def past_length(facts: Facts, pair: Pair) -> Dim:
@@ -103,6 +126,7 @@ def read_by(node: ir.Node) -> set[ir.Value]:
             if attribute.type == ir.AttributeType.GRAPHS
             else []
         ):
+            read |= set(graph.outputs)
             for inner in graph:
                 read |= read_by(inner)
     return read

@@ -59,21 +59,16 @@ def finish(model: ir.Model, kind: str) -> list[str]:
         new.append(_input("block_table", ir.DataType.INT32, [_name(batch), "pages_per_sequence"]))
     sources = [value for pair in found for value in (pair.past, pair.whole, pair.present)]
     attention = CacheAttention(model, facts, found, count, before)
-    mixed = rows.across(model, facts, count, {pair.whole for pair in found})
     attention.replace(new[0], new[1] if len(new) > 1 else None)
     places = PastLengths(model, facts, tokens, new[0], before)
     places.replace(sources)
-    if mixed is not None:
-        raise CacheError(
-            f"{mixed.op_type} '{mixed.name or mixed.outputs[0].name}' looks across the new tokens of a sentence "
-            f"('{count}'), outside of attention with a past: in a batch of uneven prompts it would see padding"
-        )
     bound = _most_positions(facts, places.positions)
     if bound is not None:
         model.metadata_props[MAX_POSITIONS] = str(bound)
     at = model.graph.inputs.index(tokens) + 1
     for index, value in enumerate(new):
         model.graph.inputs.insert(at + index, value)
+    rows.prove(model, tokens, {cache.present for cache in attention.caches})
     _shapes(model, attention.caches, kind, (batch, count))
     return _rename(model, attention.caches)
 

@@ -1,70 +1,97 @@
-"""What else looks from one new token at another. Those of an uneven batch are padded on the right."""
+"""Proves that outside of attention with a past nothing looks from one new token, or one sentence, at another.
+
+Prompts of an uneven batch are padded on the right, and what stands in the padding is not known. So each operator from
+the inputs on is asked where the batch and the new tokens are among the axes of what it makes; one that works along
+these, or of which nothing is known here, may not come before an output.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import onnx_ir as ir
-from flashonnx.export.values.dims import Dim
-from flashonnx.export.values.facts import Facts
-from flashonnx.export.values.shape_rules import axes_of, normal
+from flashonnx.export.caches.pairs import CacheError, read_by
+from flashonnx.export.caches.row_axes import Apart, Counted, Free, Mixed, MixedError, Rows, State
+from flashonnx.export.caches.row_rules import RULES
+from flashonnx.export.values.facts import MALFORMED, Facts
 
-_ALONG_AXIS = {"Softmax": -1, "LogSoftmax": -1, "ArgMax": 0, "ArgMin": 0, "Gather": 0, "Concat": 0, "Split": 0}
-_ATTENTION = frozenset(["Attention", "FlashAttention", "MultiHeadAttention"])
+_SIZES = frozenset(["Shape", "Size"])
 
 
-def across(model: ir.Model, facts: Facts, count: Dim, joined: set[ir.Value]) -> ir.Node | None:
-    """An operator that takes the axis of new tokens as a whole, of the common ones: a mean, the last token's logits.
+def prove(model: ir.Model, tokens: ir.Value, caches: Collection[ir.Value]) -> None:
+    """Proves it of a model whose attentions read caches already.
 
-    `joined` are past and new keys.
+    Args:
+        model: it, in order.
+        tokens: an input whose first axes are the batch and the new tokens.
+        caches: the outputs that are caches.
+
+    Raises:
+        CacheError: an output may depend on what is in the padding, or beside it, and through which operator.
     """
-    if count.value is not None:
-        return None  # all sentences have as many
-    for node in model.graph.all_nodes():
-        if joined.isdisjoint(node.outputs) and _takes_tokens(facts, node, count):
-            return node
-    return None
+    rows = Rows(Facts(model), tokens)
+    rows.add_inputs(value for value in model.graph.inputs if value.name not in model.graph.initializers)
+    for node in model.graph:
+        for value, state in zip(node.outputs, _states(rows, node), strict=True):
+            rows.states[value] = state
+    for value in model.graph.outputs:
+        state = rows.state(value)
+        if isinstance(state, Mixed):
+            raise CacheError(_sentence(rows, state))
+        if isinstance(state, Counted) and value not in caches:
+            raise CacheError(
+                f"output '{value.name}' depends on how many new tokens ('{rows.tokens.size}') or sentences there are, "
+                "and in a batch of uneven prompts these are those of the longest"
+            )
 
 
-def _takes_tokens(facts: Facts, node: ir.Node, count: Dim) -> bool:
-    first, op = node.inputs[0] if node.inputs else None, node.op_type
-    dims = facts.dims(first)
-    kind = facts.dtype(first) if first is not None else None
-    if first is None or dims is None or kind is None:
-        return False
-    if not kind.is_floating_point() and (op != "Slice" or len(dims) != 2 or dims[0] == 1):
-        return False
-    if op in _ATTENTION:
-        keys = facts.dims(node.inputs[1]) if len(node.inputs) > 1 else None
-        causal = "is_causal" in node.attributes and node.attributes["is_causal"].as_int()
-        return not causal and keys is not None and len(keys) > 2 and count == keys[-2 if len(keys) == 4 else 1]
-    if node.domain:
-        return False
-    if op == "MatMul":
-        return len(dims) > 1 and dims[-1] == count
-    if op == "Conv":
-        return count in dims[2:]
-    if op.startswith("Reduce") or op == "CumSum":
-        axes = axes_of(facts, node) if op != "CumSum" else _constants(facts, node.inputs[1])
-        return count in (dims if not axes else [dims[normal(int(a), len(dims))] for a in axes])
-    if op == "Slice":
-        after = facts.dims(node.outputs[0])
-        steps = facts.constant(node.inputs[4]) if len(node.inputs) > 4 and node.inputs[4] is not None else None
-        backwards = steps is not None and any(int(step) != 1 for step in steps)
-        return count in dims and (after is None or backwards or after != dims) and _cuts(facts, node, dims, count)
-    if op in _ALONG_AXIS:
-        axis = node.attributes["axis"].as_int() if "axis" in node.attributes else _ALONG_AXIS[op]
-        joined = [facts.dims(value) for value in node.inputs] if op == "Concat" else [dims]
-        return any(x is not None and len(x) and x[normal(axis, len(x))] == count for x in joined)
-    return False
+def _sentence(rows: Rows, mixed: Mixed) -> str:
+    if mixed.node is None:
+        return mixed.reason
+    node = mixed.node
+    kind = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
+    return (
+        f"{kind} '{node.name or node.outputs[0].name}' looks across the new tokens of a sentence "
+        f"('{rows.tokens.size}') or the sentences, outside of attention with a past, or may do: {mixed.reason}. In a "
+        "batch of uneven prompts it would see padding"
+    )
 
 
-def _constants(facts: Facts, value: ir.Value | None) -> list[int]:
-    """The numbers of a constant; none of what is none."""
-    given = facts.constant(value) if value is not None else None
-    return [] if given is None else [int(x) for x in given.flat]
+def _states(rows: Rows, node: ir.Node) -> list[State]:
+    """The states of a node's outputs."""
+    given = [rows.state(value) for value in (*node.inputs, *read_by(node))]
+    mixed = [state for state in given if isinstance(state, Mixed)]
+    if mixed:  # the first input's, so that the same is said of the same model
+        return [mixed[0] for _ in node.outputs]
+    is_apart = any(isinstance(state, Apart) for state in given)
+    is_size = not node.domain and node.op_type in _SIZES
+    if is_size or not is_apart:
+        states = [_number(rows, value) or (Counted() if is_size else None) for value in node.outputs]
+        if all(state is not None for state in states):
+            return [state for state in states if state is not None]
+    try:
+        return _by_rule(rows, node)
+    except MixedError as error:
+        is_counted = any(isinstance(state, Counted) for state in given)
+        made = Mixed(node, str(error)) if is_apart else Counted() if is_counted else Free()
+        return [made for _ in node.outputs]
 
 
-def _cuts(facts: Facts, node: ir.Node, dims: tuple[Dim, ...], count: Dim) -> bool:
-    """Whether a Slice is along the new tokens."""
-    given = facts.constant(node.inputs[3]) if len(node.inputs) > 3 and node.inputs[3] is not None else None
-    axes = range(len(dims)) if given is None else [normal(int(axis), len(dims)) for axis in given]
-    return any(dims[axis] == count for axis in axes)
+def _number(rows: Rows, value: ir.Value) -> State | None:
+    """Of sizes, and of what is computed with them; None where the numbers are not known."""
+    numbers = rows.facts.ints(value)
+    return None if numbers is None else Counted() if rows.is_count(numbers) else Free()
+
+
+def _by_rule(rows: Rows, node: ir.Node) -> list[State]:
+    rule = RULES.get((node.domain, node.op_type))
+    if rule is None:
+        raise MixedError("it is not among the operators that are known here")
+    try:
+        made = rule(rows, node)
+    except MALFORMED as error:
+        raise MixedError("its inputs or attributes are not those that are known here") from error
+    if not isinstance(made, list):
+        made = [made]
+    made += [None] * (len(node.outputs) - len(made))
+    return [rows.apart(axes) if axes is not None else Counted() for axes in made[: len(node.outputs)]]

@@ -21,12 +21,13 @@ _GATHERED = 1  # Gather's indices
 
 
 def spread(graph: ir.Graph, sizes: Sizes, wide: set[ir.Value], batch: Dim) -> None:
-    """Proves that all operators take `wide` values, whose first axis is the batch now and was 1, sentence by sentence.
+    """Gives all operators behind `wide` values, whose first axis is the batch now and was 1, the shapes they have then.
 
-    The facts of `sizes` are those of before, and the shapes of what becomes wide are mended.
+    Where the batch is fixed another axis may be as large: rows.prove tells them apart. The facts of `sizes` are
+    those of before, and the shapes of what becomes wide are mended.
 
     Raises:
-        CacheError: an operator does not.
+        CacheError: an operator does not take each sentence's by themselves.
     """
     facts, wide = sizes.facts, set(wide)
     for node in list(graph):

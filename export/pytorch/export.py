@@ -141,6 +141,7 @@ def _with_cache(
     kw: dict[str, Any],
 ) -> Report:
     """export_onnx of a decoder whose caches are inputs and outputs."""
+    from flashonnx.export.model import configuration
     from flashonnx.export.operator.cache_schema import KV_CACHE
     from flashonnx.export.pytorch import kv_cache, transformers_route
     from flashonnx.export.pytorch import nodes as torch_nodes
@@ -174,7 +175,7 @@ def _with_cache(
         raise CacheExportError(f"export_onnx: '{others[0].node}' ({others[0].kind}) attends without kv_cache")
     positions = kv_cache.positions(model)
     if positions is not None:
-        exported.metadata_props[kv_cache.POSITIONS] = str(positions)
+        exported.metadata_props[configuration.POSITIONS] = str(positions)
     _write(exported, target, external_data)
     sites = tuple(dataclasses.replace(site, kind="attention with a cache", reason="") for site in report.sites)
     notes = (*(f"transformers: {remark}" for remark in route.remarks), *report.notes)

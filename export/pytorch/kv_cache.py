@@ -11,10 +11,10 @@ import functools
 import inspect
 from typing import Any
 
+from flashonnx.export.model import configuration
 from flashonnx.export.pytorch.transformers_route import Route
 
 KINDS = ("static", "paged")
-POSITIONS = "flashonnx:max_positions"  # in the model's metadata
 _EXAMPLE = {"batch": 2, "sequence": 3, "capacity": 16, "pages": 5, "page_size": 4, "pages_per_sequence": 2}
 
 
@@ -201,20 +201,11 @@ def _changing_rotation(config: Any) -> str | None:
 
 
 def positions(model: Any) -> int | None:
-    """How many positions a model of transformers has, by its configuration; None if that gives no bound.
-
-    With linear or dynamic scaling of rotary embeddings some models name the positions before it: no bound, then.
-    """
+    """How many positions a model of transformers has, by its configuration; None if that gives no bound."""
     config = getattr(model, "config", None)
     if config is None:
         return None
-    config = config.get_text_config(decoder=True)
-    rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    by_layer = [given for given in rotary.values() if isinstance(given, dict)]
-    if {given.get("rope_type", given.get("type")) for given in by_layer or [rotary]} & {"linear", "dynamic"}:
-        return None
-    count = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    return count if isinstance(count, int) and count > 0 else None
+    return configuration.positions(config.get_text_config(decoder=True))
 
 
 def _layers(model: Any, more: dict[str, Any]) -> list[tuple[Any, Any]]:

@@ -150,11 +150,26 @@ def attended(op: Contributed, name: str, batch: Dim, queries: Dim, keys: Dim, co
     return op.op("Unsqueeze", allowed, op.builder.ints(missing)) if missing else allowed
 
 
+def is_lengths(op: Contributed, name: str, batch: Dim) -> bool:
+    """Whether an integer mask says no more than a length for each sentence."""
+    return op.dims(name, 1, 2, 3, 4) in ((batch,), (batch * 3 + 2,))
+
+
+def sentence_lengths(op: Contributed, name: str, batch: Dim) -> ir.Value:
+    """The lengths of a mask that `is_lengths`, (batch,) int32."""
+    mask, (size,) = op.required(name), op.dims(name, 1)
+    if size == batch:
+        return mask
+    zero = op.builder.ints([0])  # lengths come first, then the places of sentences among all tokens
+    total = op.op("Sub", op.count(mask, 0), op.builder.ints([2]))
+    return op.op("Slice", mask, zero, op.op("Div", total, op.builder.ints([3])), zero)
+
+
 def _by_index(op: Contributed, name: str, batch: Dim, count: Count) -> ir.Value:
     mask, (size,) = op.required(name), op.dims(name, 1)
     place = op.positions(count())
-    if size == batch:
-        return op.test("Less", place, op.column(mask))
+    if is_lengths(op, name, batch):
+        return op.test("Less", place, op.column(sentence_lengths(op, name, batch)))
     if size == batch * 2:
         halves: dict[str, Any] = {"num_outputs": 2} if op.fusion.opset >= 18 else {}
         first = op.op("Split", mask, outputs=2, axis=0, **halves)
@@ -162,11 +177,6 @@ def _by_index(op: Contributed, name: str, batch: Dim, count: Count) -> ir.Value:
         assert node is not None
         ends, starts = (op.column(part) for part in node.outputs)
         return op.test("And", op.test("Less", place, ends), op.test("GreaterOrEqual", place, starts))
-    if size == batch * 3 + 2:  # lengths, then the places of sentences among all tokens
-        zero = op.builder.ints([0])
-        total = op.op("Sub", op.count(mask, 0), op.builder.ints([2]))
-        lengths = op.op("Slice", mask, zero, op.op("Div", total, op.builder.ints([3])), zero)
-        return op.test("Less", place, op.column(lengths))
     raise RefusalError(f"'{name}' has {size} elements for a batch of {batch}; nothing shows which kind of index it is")
 
 

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from flashonnx.export.operator import schema
 from flashonnx.export.rules.base import Fusion, Rewrite, Rule
 from flashonnx.export.rules.contributed import DOMAIN, Contributed
-from flashonnx.export.rules.group_query_cache import is_cached, with_cache
+from flashonnx.export.rules.group_query_cache import is_cached, of_prompt, with_cache
 from flashonnx.export.rules.operator_site import Site, is_used
 from flashonnx.export.rules.scores import RefusalError
 from flashonnx.export.sites.finder import Candidate
@@ -32,8 +32,9 @@ _REASONS = {
 class GroupQueryAttention(Rule):
     """com.microsoft::GroupQueryAttention, with a past as `group_query_cache` says, or of a whole prompt.
 
-    Then lengths are in seqlens_k, and do_rotary becomes a RotaryEmbedding of Q and one of K. Keys behind a sentence's
-    length are seen by none of its queries, the padding's own included, as there.
+    Then lengths are in seqlens_k, and do_rotary becomes a RotaryEmbedding of Q and one of K, or where nothing is padded
+    FlashAttentionKVCache with a cache that is new. Keys behind a sentence's length are seen by none of its queries, the
+    padding's own included, as there.
     """
 
     kinds = (f"{DOMAIN}::GroupQueryAttention",)
@@ -71,6 +72,8 @@ class GroupQueryAttention(Rule):
             raise RefusalError(
                 "local_window_size: queries of the padding see the last keys of their sentence, which no window says"
             )
+        if op.attribute("do_rotary") and is_causal and self._is_whole(op) and op.input("position_ids") is None:
+            return of_prompt(op, attributes, self._sinks(op, q_heads))
         if op.attribute("do_rotary"):
             query, key, value = self._rotated(op, query, key, value, (q_heads, kv_heads))
         if key is None:
@@ -85,11 +88,15 @@ class GroupQueryAttention(Rule):
             inputs["attn_mask"] = op.input("attention_bias")
         return op.rewrite(Site(op.node, inputs, attributes, outputs))
 
+    def _is_whole(self, op: Contributed) -> bool:
+        """Whether it is known that no sentence is padded."""
+        known, count = op.facts.constant(op.required("seqlens_k")), op.dims("query", 3)[1].value
+        return known is not None and count is not None and bool((known >= count - 1).all())
+
     def _mask(self, op: Contributed) -> ir.Value | None:
         """Which keys are no padding, (batch, 1, 1, keys), with the bias if there is one; without padding, the bias."""
         query, lengths = op.required("query"), op.required("seqlens_k")
-        known, count = op.facts.constant(lengths), op.dims("query", 3)[1].value
-        if known is not None and count is not None and (known >= count - 1).all():
+        if self._is_whole(op):
             return op.input("attention_bias")
 
         def below() -> ir.Value:

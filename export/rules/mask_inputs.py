@@ -343,6 +343,7 @@ def full_lengths(builder: Builder, query: ir.Value, key: ir.Value, rank: int) ->
 
     Q and K are (batch, sequence, ...) or, of `rank` 4, (batch, heads, sequence, size).
     """
-    batch = builder.op("Shape", query, start=0, end=1, dtype=ir.DataType.INT64)
-    keys = builder.op("Shape", key, start=rank - 2, end=rank - 1, dtype=ir.DataType.INT64)
+    whole = ((query, 0), (key, rank - 2))  # of which Shape takes a part from opset 15 on
+    shapes = [(builder.op("Shape", value, dtype=ir.DataType.INT64), builder.ints([axis])) for value, axis in whole]
+    batch, keys = (builder.op("Gather", *shape, axis=0, dtype=ir.DataType.INT64) for shape in shapes)
     return builder.op("Expand", keys, batch, dtype=ir.DataType.INT64)

@@ -9,7 +9,16 @@ import onnx_ir as ir
 from flashonnx.export.operator import schema
 from flashonnx.export.operator.cache_schema import KV_CACHE
 from flashonnx.export.rules.base import Fusion, Rewrite, Rule
-from flashonnx.export.rules.contributed import DOMAIN, Contributed, Count, attended, biased
+from flashonnx.export.rules.contributed import (
+    DOMAIN,
+    Contributed,
+    Count,
+    attended,
+    biased,
+    is_lengths,
+    sentence_lengths,
+)
+from flashonnx.export.rules.mask_terms import NEGLIGIBLE
 from flashonnx.export.rules.operator_site import Site, is_used
 from flashonnx.export.rules.scores import RefusalError
 from flashonnx.export.sites.finder import Candidate
@@ -35,6 +44,31 @@ def _mask(op: Contributed, name: str, sizes: tuple[Dim, Dim, Dim], count: Count)
     if not math.isfinite(fill):
         raise RefusalError(f"mask_filter_value is {fill}")
     return op.shared((mask, bias, sizes, fill), lambda: biased(op, attended(op, name, *sizes, count), fill, bias))
+
+
+def _hide(
+    op: Contributed, inputs: dict[str, ir.Value | None], name: str, sizes: tuple[Dim, Dim, Dim], count: Count
+) -> None:
+    """Enters the mask: as lengths where it says no more than these, which cost nothing, else as a tensor.
+
+    Keys behind a length are filled with mask_filter_value on CPUs, and not read at all by ONNX Runtime's CUDA kernels.
+    A sentence of no length attends to all keys on both.
+    """
+    mask, fill = op.input(name), op.attribute("mask_filter_value", _FILL)
+    # Beside a past there are no lengths, and a triangle would count from them.
+    plain = not op.input("past_key") and not op.input("past") and not op.attribute("unidirectional")
+    if mask is None or not plain or not -math.inf < fill <= NEGLIGIBLE or not is_lengths(op, name, sizes[0]):
+        inputs["attn_mask"] = _mask(op, name, sizes, count)
+        return
+
+    def lengths() -> ir.Value:
+        given = sentence_lengths(op, name, sizes[0])
+        given = op.op("Cast", given, dtype=ir.DataType.INT64, to=ir.DataType.INT64)
+        some = op.test("Greater", given, op.builder.ints([0]))
+        return op.op("Where", some, given, count(), dtype=ir.DataType.INT64)
+
+    made = op.shared(("sentence lengths", mask, sizes), lengths)
+    inputs |= {"nonpad_kv_seqlen": made, "attn_mask": op.input("attention_bias")}
 
 
 def _causal(op: Contributed, queries: Dim, keys: Dim) -> int:
@@ -99,8 +133,8 @@ class MultiHeadAttention(Rule):
         inputs: dict[str, ir.Value | None] = {
             **dict.fromkeys(schema.INPUTS), "Q": query, "K": key, "V": value, "past_key": past,
             "past_value": op.input("past_value"),
-            "attn_mask": _mask(op, "key_padding_mask", (q_dims[0], q_dims[1], keys), count),
         }  # fmt: skip
+        _hide(op, inputs, "key_padding_mask", (q_dims[0], q_dims[1], keys), count)
         return op.rewrite(Site(op.node, inputs, attributes, outputs))
 
     def _in_place(self, op: Contributed, tensors: tuple[ir.Value | None, ...], attributes: dict[str, Any]) -> Rewrite:
@@ -200,6 +234,6 @@ class PackedProjection(Rule):
             keys = keys + op.dims("past", 5)[3]
             halves = [op.op("Squeeze", half, op.builder.ints([0])) for half in op.split(past, 0, [1, 1])]
             inputs |= {"past_key": halves[0], "past_value": halves[1]}
-        inputs["attn_mask"] = _mask(op, "mask_index", (batch, queries, keys), count)
+        _hide(op, inputs, "mask_index", (batch, queries, keys), count)
         present = next((value for value in op.node.outputs[1:2] if is_used(value)), None)
         return op.rewrite(Site(op.node, inputs, attributes, [op.node.outputs[0]], present))

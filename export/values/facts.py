@@ -130,7 +130,7 @@ class Facts:
                 kind = ir.DataType(node.attributes["to"].as_int())
             elif node.op_type in _TESTS:
                 kind = ir.DataType.BOOL
-            elif node.op_type in ("Shape", "Size", "NonZero", "ArgMax", "ArgMin"):
+            elif node.op_type in _COUNTS or (node.op_type == "TopK" and value is not node.outputs[0]):
                 kind = ir.DataType.INT64
             elif node.op_type == "ConstantOfShape":
                 fill = node.attributes.get("value")
@@ -184,7 +184,7 @@ class Facts:
         first = self._next_name
         rule = SHAPE_RULES.get(node.op_type) if node.domain in _KNOWN_DOMAINS else None
         if rule is not None:
-            with contextlib.suppress(*_MALFORMED):
+            with contextlib.suppress(*MALFORMED):
                 inferred = rule(self, node)
         elif node.domain not in _OURS and node.op_identifier() not in self._functions:
             inferred = self._asked(node)
@@ -193,7 +193,7 @@ class Facts:
             known = inferred[index] if inferred and index < len(inferred) else None
             self._dims[value] = self._merge(known, self._declared(value), first)
         if not node.domain and node.outputs:
-            with contextlib.suppress(*_MALFORMED):
+            with contextlib.suppress(*MALFORMED):
                 self._fold(node)
 
     def _asked(self, node: ir.Node) -> list[Dims | None]:
@@ -238,8 +238,7 @@ class Facts:
     # -- integers and small constants
 
     def _fold(self, node: ir.Node) -> None:
-        output = node.outputs[0]
-        operator = node.op_type
+        output, operator = node.outputs[0], node.op_type
         first = node.inputs[0] if node.inputs else None
         if operator == "Shape":
             dims = self.dims(first)
@@ -381,12 +380,13 @@ def is_unknown(dim: Dim) -> bool:
 
 # What an operator without the inputs or attributes that it must have raises here: nothing is known of its outputs then,
 # and whoever runs the model says what is wrong with it.
-_MALFORMED = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+MALFORMED = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 _OURS = ("", "flashonnx")
 _KNOWN_DOMAINS = ("", "com.microsoft", "flashonnx")
 _TESTS = frozenset(
     ["Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "And", "Or", "Xor", "Not", "IsNaN", "IsInf"]
 )
+_COUNTS = frozenset(["Shape", "Size", "NonZero", "ArgMax", "ArgMin"])
 _REPEATING = {"Expand", "Identity", "Unsqueeze", "Squeeze", "Reshape", "Tile", "Transpose", "Slice"}
 _RANDOM = {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli"}
 _INTEGERS = {int(ir.DataType.INT64), int(ir.DataType.INT32)}

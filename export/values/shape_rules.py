@@ -208,14 +208,16 @@ def _slice_size(size: Dim, start: Dim, end: Dim, step: Dim) -> Dim | None:
     if start.value is None and is_positive_or_zero(-start) and end.value is not None and end.value >= 2**31 - 1:
         return minimum(size, -start)  # the last ones, as many as a size says
     if start != 0:
-        to_end = end.value is not None and end.value >= 2**31 - 1
-        return size - start if to_end and all(map(is_positive_or_zero, (start, size - start))) else None
+        end = size if end.value is not None and end.value >= 2**31 - 1 else end
+        return end - start if all(map(is_positive_or_zero, (start, end - start, size - end))) else None
     if end.value is not None:
         if end.value >= 2**31 - 1:
             return size
         if end.value < 0:
             return size + end if is_positive_or_zero(size + end) else None
         return minimum(size, end)
+    if is_positive_or_zero(-end):
+        return size + end if is_positive_or_zero(size + end) else None
     return minimum(size, end)
 
 
@@ -302,6 +304,25 @@ def _reduce(facts: Facts, node: ir.Node) -> Result:
     return [tuple(size for i, size in enumerate(dims) if i not in gone)]
 
 
+def _best(facts: Facts, node: ir.Node) -> Result:
+    """ArgMax and ArgMin: along one axis."""
+    dims = facts.dims(node.inputs[0])
+    if dims is None:
+        return [None]
+    axis = normal(integer(node, "axis"), len(dims))
+    kept = (Dim.of(1),) if integer(node, "keepdims", 1) else ()
+    return [(*dims[:axis], *kept, *dims[axis + 1 :])]
+
+
+def _top(facts: Facts, node: ir.Node) -> Result:
+    dims, count = facts.dims(node.inputs[0]), facts.ints(node.inputs[1])
+    if dims is None:
+        return [None, None]
+    axis = normal(integer(node, "axis", -1), len(dims))
+    size = count[0] if count is not None else facts.unknown()
+    return [(*dims[:axis], size, *dims[axis + 1 :])] * 2
+
+
 def _gather_elements(facts: Facts, node: ir.Node) -> Result:
     return [facts.dims(node.inputs[1])]
 
@@ -312,17 +333,20 @@ _SAME = (
     "SimplifiedLayerNormalization RotaryEmbedding LeakyRelu Elu HardSigmoid Sin Cos Softplus BitwiseNot "
     "Sign Ceil Round ScatterND "
     "BatchNormalization InstanceNormalization GroupNormalization GroupNorm LpNormalization HardSwish Mish Swish Selu "
-    "Celu ThresholdedRelu Softsign ScatterElements TensorScatter QuantizeLinear DequantizeLinear"
+    "Celu ThresholdedRelu Softsign Hardmax Tan Sinh Cosh Asin Acos Atan "
+    "ScatterElements TensorScatter QuantizeLinear DequantizeLinear"
 )
 _BINARY = (
     "Add Sub Mul Div Pow Where And Or Xor Equal Less LessOrEqual Greater GreaterOrEqual Max Min "
-    "Mod PRelu BitwiseAnd BitwiseOr"
+    "Mod PRelu BitwiseAnd BitwiseOr BitwiseXor Sum Mean"
 )
+_REDUCED = "L1 L2 LogSum LogSumExp Max Mean Min Prod Sum SumSquare"
 
 SHAPE_RULES: dict[str, Callable[[Facts, ir.Node], Result]] = {
     **dict.fromkeys((*_SAME.split(), *SAME.split()), _same),
     **dict.fromkeys(_BINARY.split(), _elementwise),
-    **dict.fromkeys(("ReduceMax", "ReduceMin", "ReduceSum", "ReduceMean"), _reduce),
+    **{f"Reduce{name}": _reduce for name in _REDUCED.split()},
+    **dict.fromkeys(("ArgMax", "ArgMin"), _best),
     **CONTRIB_RULES,
     **dict.fromkeys(("MatMul", "FusedMatMul", "GemmFastGelu", "MatMulIntegerToFloat"), _matmul),
     **dict.fromkeys(("Gemm", "FusedGemm"), _gemm),
@@ -338,6 +362,8 @@ SHAPE_RULES: dict[str, Callable[[Facts, ir.Node], Result]] = {
     "Split": _split,
     "Expand": _expand,
     "Shape": _shape,
+    "Size": lambda facts, node: [()],
+    "TopK": _top,
     "Range": _range,
     "ConstantOfShape": _filled,
     "Flatten": _flatten,

@@ -73,15 +73,19 @@ def rows_of(feeds: Feeds, shape: tuple[int, ...], axes: Sequence[int] = (1,)) ->
 
     `axes` are those of the output that may be the sequence.
     """
+    pasts = {x.shape[2] for name, x in feeds.items() if "past" in name and x.ndim == 4}
+    axes = (*axes, 2) if pasts and len(shape) == 4 else axes  # of present keys
     for name, mask in feeds.items():
         if "mask" in name.lower() and mask.ndim == 2 and len(shape) > 1 and mask.shape[0] == shape[0]:
-            found = [axis for axis in axes if axis < len(shape) and shape[axis] == mask.shape[1]]
+            keys = mask.shape[1]  # the last ones are of the new tokens
+            found = [axis for axis in axes if axis < len(shape) and keys - shape[axis] in {0, *pasts}]
             if not found:
                 continue
             first = np.cumsum(mask != 0, axis=1) == 0
             before = np.zeros(shape, bool)
             for axis in found:
-                before |= first.reshape(len(first), *(shape[axis] if i == axis else 1 for i in range(1, len(shape))))
+                sizes = (shape[axis] if i == axis else 1 for i in range(1, len(shape)))
+                before |= first[:, keys - shape[axis] :].reshape(len(first), *sizes)
             return [(ALL, ~before)] + ([(BEFORE, before)] if before.any() else [])
     return [(ALL, np.ones(shape, bool))]
 

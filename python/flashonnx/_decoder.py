@@ -27,6 +27,7 @@ _PAST, _PRESENT = "past_key_values.", "present."
 _POSITIONS = "flashonnx:max_positions"  # export_onnx notes in the model how many it has
 _EAGER, _GRAPH = "-1", "1"  # ONNX Runtime's gpu_graph_id: no graph, and ours
 _MUCH = 8 << 20  # bytes of logits
+_ALIGNED = 256  # bytes, as ONNX Runtime's own allocations
 _NO_BFLOAT16 = (
     "Generator: logits and caches are expected to be float32 or float16, got bfloat16: load the model with "
     "dtype=torch.float16"
@@ -107,18 +108,15 @@ class Decoder:
         """Everything at its place: the caches in both bindings, and all of a run of single tokens."""
         sizes = {"batch": batch, "capacity": capacity, "pages": pages, "page_size": page_size}
         self._prompt, self._single = self.session.io_binding(), self.session.io_binding()
-        self._lengths = self._given("cache_lengths", batch)
-        self._ids = self._given("input_ids", batch, 1)
+        self._bind_step(batch)
         self._logits = self._array((batch, 1, self.words), self._logits_type)
         self._read = _reader(*self._logits, self._place[0])
-        self._single.bind_ortvalue_input("input_ids", self._ids[1])
         self._single.bind_ortvalue_output("logits", self._logits[1])
         self._prompt.bind_output("logits", *self._place)  # the first output: its shape differs
-        bound = {"cache_lengths": self._lengths[1]}
+        bound: dict[str, Any] = {}
         if self.paged:
-            self._table = self._given("block_table", batch, pages_per_request)
-            self.table = self._table[0]
-            bound["block_table"] = self._table[1]
+            self._table = self._array((batch, pages_per_request), _TYPES[self._inputs["block_table"].type])
+            self.table, bound["block_table"] = self._table
         self.caches: dict[str, Any] = {}
         for name, value in self._inputs.items():
             if name.startswith(_PAST):
@@ -131,8 +129,17 @@ class Decoder:
             for name, value in self.caches.items():
                 binding.bind_ortvalue_output(_PRESENT + name.removeprefix(_PAST), value)
 
-    def _given(self, name: str, *shape: int) -> tuple[NDArray[Any], Any]:
-        return self._array(shape, _TYPES[self._inputs[name].type])
+    def _bind_step(self, batch: int) -> None:
+        """Lengths and single tokens lie in one piece of memory, so that one copy brings both to the device."""
+        types = [np.dtype(_TYPES[self._inputs[name].type]) for name in ("cache_lengths", "input_ids")]
+        second = -(-batch * types[0].itemsize // _ALIGNED) * _ALIGNED
+        self._step = self._array((second + batch * types[1].itemsize,), np.uint8)
+        array, value = self._step
+        self._lengths = array[: batch * types[0].itemsize].view(types[0])
+        self._ids = array[second:].view(types[1]).reshape(batch, 1)
+        for binding in (self._prompt, self._single):
+            binding.bind_input("cache_lengths", *self._place, types[0].type, [batch], value.data_ptr())
+        self._single.bind_input("input_ids", *self._place, types[1].type, [batch, 1], value.data_ptr() + second)
 
     def _array(self, shape: Sequence[int], dtype: Any) -> tuple[NDArray[Any], Any]:
         """An array and its OrtValue, which on the CPU is the array's memory."""
@@ -152,20 +159,29 @@ class Decoder:
         batch, _, words = self._logits[0].shape
         return self._place[0] != "cpu" and batch * tokens * words * self._logits[0].itemsize > _MUCH
 
-    def run(self, ids: NDArray[np.int64], lengths: NDArray[np.int64]) -> Callable[[], NDArray[Any]]:
-        """Of ids (batch, sequence): what gives their logits (batch, sequence, words), valid until the next run."""
-        self._lengths[0][...] = lengths
-        self._write(self._lengths)
-        if ids.shape[1] == 1:
-            self._ids[0][...] = ids
-            self._write(self._ids)
-            self.session.run_with_iobinding(self._single, self._single_options)
+    def given(self, width: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """For the next run: ids (batch, width) and lengths (batch,), all 0, to be filled."""
+        self._lengths.fill(0)
+        if width > 1:
+            return np.zeros((len(self._lengths), width), self._ids.dtype), self._lengths
+        self._ids.fill(0)
+        return self._ids, self._lengths
+
+    def run(self, ids: NDArray[Any]) -> Callable[[], NDArray[Any]]:
+        """Of ids and lengths as `given`: what gives their logits (batch, sequence, words), valid until the next run."""
+        self._write(self._step)
+        if ids is self._ids:
+            self.repeat()
             return self._read
-        tokens = self._ort.OrtValue.ortvalue_from_numpy(ids.astype(self._ids[0].dtype), *self._place)
+        tokens = self._ort.OrtValue.ortvalue_from_numpy(ids, *self._place)
         self._prompt.bind_ortvalue_input("input_ids", tokens)
         self._prompt.bind_output("logits", *self._place)
         self.session.run_with_iobinding(self._prompt, self._prompt_options)
         return lambda: self._prompt.get_outputs()[0].numpy()
+
+    def repeat(self) -> None:
+        """The last run of single tokens once more, for a benchmark."""
+        self.session.run_with_iobinding(self._single, self._single_options)
 
 
 def _reader(array: NDArray[Any], value: Any, device: str) -> Callable[[], NDArray[Any]]:

@@ -21,6 +21,8 @@ Feeds = dict[str, Array]
 # lengths.
 _SHAPES = ((2, 16, 0), (1, 33, 0), (3, 130, 0), (2, 19, 5))
 _SEED = 20
+_MASKS = ("attention_mask", "decoder_attention_mask")
+_TOKENS = ("input_ids", "inputs_embeds")
 _DEFAULT_IDS = 10
 
 
@@ -118,29 +120,31 @@ def generate(
         raise ValueError(
             f"verify: dims is expected to list equally many values for each dimension, got {sorted(counts)}"
         )
-    free = [s for s in symbols if s not in known]
+    implied = {name: size for name, size in sums(specs).items() if name not in known}
+    free = [s for s in symbols if s not in known and s not in implied]
     number = counts.pop() if counts else len(_SHAPES) if free else 1
     for case in range(number):
         batch, length, step = _SHAPES[case % len(_SHAPES)]
         sizes = {n: v if isinstance(v, int) else v[case] for n, v in known.items()}
         others = itertools.count(length, step)
-        first = {spec.shape[0] for spec in specs if spec.shape}
-        ends = {spec.shape[0] for spec in specs if spec.tokens is not None}
-        tokens = {name for spec in specs if isinstance(spec.tokens, str) for name in names_in(spec.tokens)}
         for symbol in free:
-            if symbol in ends:
+            if is_ends(symbol, specs):
                 sizes[symbol] = batch + 1
             else:
-                entries = symbol in first and symbol not in tokens and is_batch(symbol, specs)
-                sizes[symbol] = batch if entries else next(others)
+                sizes[symbol] = batch if is_batch(symbol, specs) else next(others)
+        sizes |= {name: evaluate(size, sizes, name) for name, size in implied.items()}
         rng = np.random.default_rng(_SEED + case)
         left = case == number - 1 and number > 1
+        pasts = {evaluate(str(spec.shape[2]), sizes, spec.name) for spec in _pasts(specs)}
+        past = pasts.pop() if len(pasts) == 1 else 0
         feeds = {}
         for spec in specs:
             shape = _shape(spec, sizes, batch, length)
             total = evaluate(spec.tokens, sizes, spec.name) if isinstance(spec.tokens, str) else spec.tokens
             feeds[spec.name] = (
-                _values(spec, shape, rng, left) if total is None else _rising(shape[0], total, rng).astype(spec.dtype)
+                _values(spec, shape, rng, (left, past))
+                if total is None
+                else _rising(shape[0], total, rng).astype(spec.dtype)
             )
         yield sizes, feeds
 
@@ -150,9 +154,36 @@ def symbols_of(specs: Sequence[InputSpec]) -> list[str]:
     return list(dict.fromkeys(d for spec in specs for d in spec.shape if isinstance(d, str) and d.isidentifier()))
 
 
+def is_ends(symbol: str, specs: Sequence[InputSpec]) -> bool:
+    """A dimension that counts where sequences of packed tokens end: one more than these."""
+    return any(spec.tokens is not None and spec.shape[0] == symbol for spec in specs)
+
+
 def is_batch(symbol: str, specs: Sequence[InputSpec]) -> bool:
-    """A dimension that is only ever the first one."""
-    return not any(symbol in spec.shape[1:] for spec in specs)
+    """A dimension that is only ever the first one, and none of packed tokens or their ends."""
+    tokens = {name for spec in specs if isinstance(spec.tokens, str) for name in names_in(spec.tokens)}
+    later = any(symbol in spec.shape[1:] for spec in specs)
+    return not later and symbol not in tokens and not is_ends(symbol, specs)
+
+
+def sums(specs: Sequence[InputSpec]) -> dict[str, str]:
+    """What dimensions of masks are that have a name of their own: past and new keys, of a decoder that has both."""
+    pasts = [spec.shape[2] for spec in _pasts(specs)]
+    new = [spec.shape[1] for spec in specs if len(spec.shape) in (2, 3) and spec.name.endswith(_TOKENS)]
+    masks = [spec for spec in specs if spec.name in _MASKS and len(spec.shape) == 2]
+    others = {size for spec in specs if spec not in masks for size in spec.shape}
+    if len(set(pasts)) != 1 or len(set(new)) != 1 or new[0] is None:
+        return {}
+    keys = {spec.shape[1] for spec in masks} - others
+    return {size: f"{pasts[0]} + {new[0]}" for size in keys if isinstance(size, str) and size.isidentifier()}
+
+
+def _pasts(specs: Sequence[InputSpec]) -> list[InputSpec]:
+    """Past keys and values, (batch, heads, past, size), if no lengths say how many of them there are."""
+    if any("len" in spec.name for spec in specs):
+        return []
+    pasts = (spec for spec in specs if len(spec.shape) == 4 and "past" in spec.name and ".encoder." not in spec.name)
+    return [spec for spec in pasts if spec.shape[2] is not None]
 
 
 def _shape(spec: InputSpec, sizes: Mapping[str, int], batch: int, length: int) -> tuple[int, ...]:
@@ -199,7 +230,9 @@ def names_in(expression: str) -> list[str]:
     return list(dict.fromkeys(n.id for n in nodes if isinstance(n, ast.Name) and id(n) not in functions))
 
 
-def _values(spec: InputSpec, shape: tuple[int, ...], rng: np.random.Generator, left: bool) -> Array:
+def _values(spec: InputSpec, shape: tuple[int, ...], rng: np.random.Generator, where: tuple[bool, int]) -> Array:
+    """`where`: whether padding is on the left, and how many past keys there are."""
+    left, past = where
     name, kind = spec.name.lower(), np.dtype(spec.dtype).kind
     if "mask" in name and (kind in "iu" or len(shape) == 2) and shape:
         return np.broadcast_to(
@@ -211,14 +244,15 @@ def _values(spec: InputSpec, shape: tuple[int, ...], rng: np.random.Generator, l
             mask[..., 0] = True
         return mask
     if kind in "iu":
-        return _integers(spec, shape, rng).astype(spec.dtype)
+        return _integers(spec, shape, rng, past).astype(spec.dtype)
     return rng.standard_normal(shape).astype(spec.dtype)
 
 
-def _integers(spec: InputSpec, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
+def _integers(spec: InputSpec, shape: tuple[int, ...], rng: np.random.Generator, past: int) -> Array:
     name = spec.name.lower()
     if "position" in name and shape:
-        return np.broadcast_to(np.arange(shape[-1]), shape)
+        first = past if spec.ids is None else min(past, max(0, spec.ids - shape[-1]))  # their table may end before
+        return np.broadcast_to(first + np.arange(shape[-1]), shape)
     if "type" in name:
         return np.zeros(shape, np.int64)
     if "len" in name:

@@ -6,6 +6,8 @@ but the few that may be drawn.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _BLOCK = 128
+_NEGATIVE_INFINITY = 0xFC00  # in float16; NaN is beyond it
 
 
 @dataclass(frozen=True)
@@ -30,24 +33,26 @@ class Draw:
     top_p: float = 1.0
 
 
-def choose(logits: NDArray[Any], how: Draw, random: np.random.Generator) -> int:
-    """A token by its logits, (words,) of float32 or float16.
+def choose(logits: NDArray[Any], how: Draw, randoms: Sequence[np.random.Generator]) -> list[int]:
+    """A token for each row of logits, (rows, words) of float32 or float16; each row draws with its own generator.
 
     Raises:
-        FloatingPointError: the greatest is NaN or infinite.
+        FloatingPointError: the greatest of a row is NaN or infinite.
     """
-    if how.temperature:
-        logits = logits.astype(np.float32)
     greatest = _greatest(logits)
-    if not np.isfinite(logits[greatest]):
+    if not all(math.isfinite(logits.item(row, token)) for row, token in enumerate(greatest)):
         raise FloatingPointError("Generator: the model's logits are expected to be finite, got NaN or infinity")
     if not how.temperature:
         return greatest
+    return [_draw(row, row[token], how, random) for row, token, random in zip(logits, greatest, randoms, strict=True)]
+
+
+def _draw(logits: NDArray[Any], greatest: Any, how: Draw, random: np.random.Generator) -> int:
+    kept = _greatest_few(_ordered(logits), how.top_k) if 0 < how.top_k < len(logits) else None
+    some = (logits if kept is None else logits[kept]).astype(np.float32, copy=False)
     temperature = max(np.float32(how.temperature), np.finfo(np.float32).tiny)  # smaller ones would become 0
     with np.errstate(over="ignore"):
-        scaled = (logits - logits[greatest]) / temperature
-    kept = _greatest_few(scaled, how.top_k) if 0 < how.top_k < len(scaled) else None
-    weights = np.exp(scaled if kept is None else scaled[kept])
+        weights = np.exp((some - np.float32(greatest)) / temperature)
     if how.top_p < 1:
         nucleus = _nucleus(weights, how.top_p)
         kept, weights = nucleus if kept is None else kept[nucleus], weights[nucleus]
@@ -55,28 +60,36 @@ def choose(logits: NDArray[Any], how: Draw, random: np.random.Generator) -> int:
     return token if kept is None else int(kept[token])
 
 
-def _greatest(logits: NDArray[Any]) -> int:
-    """Where the greatest is, of equal ones the first.
+def _greatest(logits: NDArray[Any]) -> list[int]:
+    """Where the greatest of each row is, of equal ones the first.
 
     NumPy compares float16 slowly. Their bits as integers are in the order of the numbers if these are positive, NaN
     last; negative ones have greater bits, if these are unsigned, in the opposite order, and NaN last again.
     """
     if logits.dtype != np.float16:
-        return int(logits.argmax())
+        return logits.argmax(1).tolist()
+    signed, unsigned = logits.view(np.int16), logits.view(np.uint16)
+    greatest = signed.argmax(1).tolist()
+    for row, last in enumerate(unsigned.argmax(1).tolist()):
+        if signed.item(row, greatest[row]) <= 0 or unsigned.item(row, last) > _NEGATIVE_INFINITY:
+            greatest[row] = int(logits[row].astype(np.float32).argmax())  # rare: none is positive, or there is NaN
+    return greatest
+
+
+def _ordered(logits: NDArray[Any]) -> NDArray[Any]:
+    """Numbers in the same order, which NumPy compares quickly: of float16 the bits, of negative ones turned over."""
+    if logits.dtype != np.float16:
+        return logits
     bits = logits.view(np.int16)
-    greatest = int(bits.argmax())
-    if bits[greatest] > 0:
-        least = int(bits.view(np.uint16).argmax())  # of negative numbers, NaN among them
-        return least if np.isnan(logits[least]) else greatest
-    return int(logits.astype(np.float32).argmax())  # rare: none is positive
+    return bits ^ ((bits >> 15) & np.int16(0x7FFF))
 
 
-def _greatest_few(x: NDArray[np.float32], count: int) -> NDArray[np.intp]:
+def _greatest_few(x: NDArray[Any], count: int) -> NDArray[np.intp]:
     """Where the `count` greatest are, in the order of their places."""
-    blocks = np.maximum.reduceat(x, np.arange(0, len(x), _BLOCK))
-    least = np.partition(blocks, -count)[-count] if count < len(blocks) else -np.inf  # as many are at least that
-    some = np.flatnonzero(x >= least)
-    return np.sort(some[np.argpartition(x[some], -count)[-count:]])
+    places, blocks = np.arange(len(x)), np.maximum.reduceat(x, np.arange(0, len(x), _BLOCK))
+    if count < len(blocks):
+        places = np.flatnonzero(x >= np.partition(blocks, -count)[-count])  # as many are at least that
+    return np.sort(places[np.argpartition(x[places], -count)[-count:]])
 
 
 def _nucleus(weights: NDArray[np.float32], top_p: float) -> NDArray[np.intp]:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flashonnx._arguments import real, stops, whole
 from flashonnx._decoder import Decoder
 from flashonnx._sampling import Draw, choose
 
@@ -62,7 +63,7 @@ class _Request:
     """A prompt on its way: `pending` has the tokens that the model has not seen yet."""
 
     index: int
-    pending: NDArray[np.int64]
+    pending: list[int]
     slots: int  # keys that it may come to have
     random: np.random.Generator
     length: int = 0
@@ -94,6 +95,7 @@ class Generator:
         positions: how many the model has, None if its export did not note it.
 
     Raises:
+        TypeError: a size is no whole number.
         ValueError: the model is none of those, or a number is out of range, as is a capacity beyond its positions.
         LibraryError: `device` is "cuda" and CUDA is not to be had; or as `flashonnx.session`.
         FileNotFoundError: as `flashonnx.session`.
@@ -114,10 +116,9 @@ class Generator:
         provider_options: dict[str, str] | None = None,
         session_options: onnxruntime.SessionOptions | None = None,
     ) -> None:
-        sizes = {"batch": batch, "capacity": capacity, "chunk": chunk, "page_size": page_size, "pages": pages}
-        for name, size in sizes.items():
-            if size is not None and size < 1:
-                raise ValueError(f"Generator: {name} is expected to be positive, got {size}")
+        batch, chunk, page_size = whole("batch", batch), whole("chunk", chunk), whole("page_size", page_size)
+        capacity = capacity if capacity is None else whole("capacity", capacity)
+        pages = pages if pages is None else whole("pages", pages)
         if device not in (None, "cpu", "cuda"):
             raise ValueError(f"Generator: device is expected to be 'cpu' or 'cuda', got {device!r}")
         self._decoder = Decoder(model, device, device_id, cuda_graph, provider_options, session_options)
@@ -138,11 +139,11 @@ class Generator:
         prompts: Sequence[Sequence[int] | NDArray[np.integer[Any]]],
         max_new_tokens: int,
         *,
-        temperature: float = 0.0,
+        temperature: float | None = None,
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int = 0,
-        stop: Iterable[int] = (),
+        stop: int | Iterable[int] = (),
         callback: Callable[[int, int], None] | None = None,
     ) -> Generation:
         """Continues each prompt.
@@ -150,28 +151,24 @@ class Generator:
         Args:
             prompts: token numbers of each request, one at least. They need not be equally many.
             max_new_tokens: how many to add, at most.
-            temperature: 0 takes the greatest logit, of equal ones the first; otherwise the logits are divided by it and
-                a token is drawn from their softmax.
+            temperature: 0 takes the greatest logit, of equal ones the first, whatever top_k and top_p are; otherwise
+                the logits are divided by it and a token is drawn from their softmax. Default: 1 where top_k or top_p
+                is given, else 0.
             top_k: draws among that many greatest logits; 0: among all.
             top_p: of these, draws among the fewest, most likely first, whose chances come to at least top_p.
             seed: of the draws. Each prompt has its own, so that what is drawn does not depend on the others.
-            stop: tokens that end a request.
+            stop: a token that ends a request, or several.
             callback: is called with (number of the prompt, token) as soon as there is one.
 
         Raises:
+            TypeError: an argument is not of its kind: a number of tokens that is no whole number, say.
             ValueError: a prompt is empty, has tokens that the model does not know, or does not fit with its new tokens
                 into `capacity` or into all pages; a number is out of range.
             FloatingPointError: the model gave NaN or infinity where it was to choose.
         """
-        words = self._decoder.words
-        if max_new_tokens < 1 or not temperature >= 0 or not 0 <= top_k <= words or not 0 < top_p <= 1:
-            raise ValueError(
-                f"Generator: expected max_new_tokens >= 1, temperature >= 0, 0 <= top_k <= {words} and 0 < top_p <= 1, "
-                f"got {max_new_tokens}, {temperature}, {top_k} and {top_p}"
-            )
-        how = Draw(temperature, top_k, top_p)
+        max_new_tokens, seed = whole("max_new_tokens", max_new_tokens), whole("seed", seed, 0)
+        how, ends = self._draw(temperature, top_k, top_p), stops(stop, self._decoder.words)
         waiting = deque(self._request(i, prompt, max_new_tokens, seed) for i, prompt in enumerate(prompts))
-        ends = frozenset(int(token) for token in stop)
         result = Generation([[] for _ in waiting], ["length"] * len(waiting))
         result.prompt_tokens = sum(len(request.pending) for request in waiting)
         places: list[_Request | None] = [None] * self.batch
@@ -182,12 +179,12 @@ class Generator:
             self._admit(waiting, places)
             start = time.perf_counter()
             reading = any(request and not result.tokens[request.index] for request in places)
-            made = self._step(places)
-            for b, request, logits in made:
-                token = choose(logits, how, request.random)
+            made, logits = self._step(places)
+            chosen = choose(logits, how, [request.random for _, request in made]) if made else []
+            for (b, request), token in zip(made, chosen, strict=True):
                 tokens = result.tokens[request.index]
                 tokens.append(token)
-                request.pending = np.array([token])
+                request.pending = [token]
                 if callback is not None:
                     callback(request.index, token)
                 if token in ends:
@@ -201,6 +198,17 @@ class Generator:
                 result.decode_seconds += seconds
                 result.decode_tokens += len(made)
         return result
+
+    def _draw(self, temperature: float | None, top_k: int, top_p: float) -> Draw:
+        top_k, top_p = whole("top_k", top_k, 0, self._decoder.words), real("top_p", top_p)
+        if not 0 < top_p <= 1:
+            raise ValueError(f"Generator: top_p is expected to be in (0, 1], got {top_p}")
+        if temperature is None:
+            temperature = float(top_k > 0 or top_p < 1)
+        temperature = real("temperature", temperature)
+        if temperature < 0:
+            raise ValueError(f"Generator: temperature is expected to be at least 0, got {temperature}")
+        return Draw(temperature, top_k, top_p)
 
     def _request(self, index: int, prompt: Any, max_new_tokens: int, seed: int) -> _Request:
         expected = f"Generator: prompt {index} is expected to be a list of token numbers, at least one,"
@@ -223,7 +231,7 @@ class Generator:
                 f"Generator: prompt {index} needs {keys} keys for {tokens.size} tokens and {max_new_tokens} new ones; "
                 f"there are {room}" + (f", as the model has {room} positions" if room == self.positions else "")
             )
-        return _Request(index, tokens.astype(np.int64), keys, np.random.default_rng([seed, index]))
+        return _Request(index, tokens.tolist(), keys, np.random.default_rng([seed, index]))
 
     def _admit(self, waiting: deque[_Request], places: list[_Request | None]) -> None:
         """Requests go in their order to free places, with all pages that they may come to need."""
@@ -249,7 +257,7 @@ class Generator:
             self._decoder.table[b] = -1  # keys of a place that nobody has are dropped
             self._decoder.write_table()
 
-    def _step(self, places: list[_Request | None]) -> list[tuple[int, _Request, NDArray[Any]]]:
+    def _step(self, places: list[_Request | None]) -> tuple[list[tuple[int, _Request]], NDArray[Any]]:
         """Runs the next tokens of each request.
 
         Tokens are padded on the right: what padding appends lies behind the request's length and is overwritten. It
@@ -257,24 +265,28 @@ class Generator:
         of single ones where the logits of all others would have to come to the host for its own.
 
         Returns:
-            of those that have now seen all their tokens: place, request and last logits.
+            place and request of those that have now seen all their tokens, and a row of last logits for each.
         """
         running = [(b, request) for b, request in enumerate(places) if request]
-        width = min(self.chunk, *(self.capacity - request.length for _, request in running))
         longest = max(len(request.pending) for _, request in running)
-        held = int(longest > 1 and self._decoder.distant(min(width, longest)))
+        width = min(self.chunk, longest, *(self.capacity - request.length for _, request in running))
+        held = int(longest > 1 and self._decoder.distant(width))
         width = min(width, longest - held)
-        ids, lengths = np.zeros((self.batch, width), np.int64), np.zeros(self.batch, np.int64)
-        last: list[tuple[int, _Request, int]] = []
+        ids, lengths = self._decoder.given(width)
+        last: list[tuple[int, _Request]] = []
+        ends: list[int] = []
         for b, request in running:
             count = max(1, min(width, len(request.pending) - held))
-            now, request.pending = request.pending[:count], request.pending[count:]
-            ids[b, : len(now)], lengths[b] = now, request.length
-            request.length += len(now)
-            if not len(request.pending):
-                last.append((b, request, len(now) - 1))
-        read = self._decoder.run(ids, lengths)
+            ids[b, :count], lengths[b] = request.pending[:count], request.length
+            request.length += count
+            del request.pending[:count]
+            if not request.pending:
+                last.append((b, request))
+                ends.append(count - 1)
+        read = self._decoder.run(ids)
         if not last:
-            return []
+            return [], np.empty((0, self._decoder.words))
         logits = read()
-        return [(b, request, logits[b, i]) for b, request, i in last]
+        if width == 1 and len(last) == self.batch:
+            return last, logits[:, 0]
+        return last, logits[[b for b, _ in last], ends]

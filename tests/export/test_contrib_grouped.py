@@ -88,6 +88,31 @@ def test_lengths_that_are_known(shortest: int, biased: bool) -> None:
     np.testing.assert_allclose(run(fused, inputs)[0], run(before, inputs)[0], atol=2e-5)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("more", [{}, {"rotary_interleaved": 1}, {"softcap": 1.5}, {"num_heads": 2, "kv_num_heads": 1}])
+def test_rotation_of_a_prompt_without_padding(packed: bool, more: dict[str, Any]) -> None:
+    """The cache's operator turns Q and K: no RotaryEmbedding is left; present keys are the turned ones.
+
+    With two heads half of each is turned.
+    """
+    tables: Inputs = {"cos": [8, 8], "sin": [8, 8], "lengths": [2], "attention_bias": [2, 1, 6, 6]}
+    tensors: Inputs = {"query": [2, 6, 64], "key": [2, 6, 32], "value": [2, 6, 32]}
+    if packed:
+        tensors = {"query": [2, 6, 128], "key": None, "value": None}
+    heads = more.get("kv_num_heads", 2)
+    states: dict[str, Shape] = {name: [2, heads, 6, 32 // heads] for name in STATES}
+    for outputs in ({"y": [2, 6, 64]}, {"y": [2, 6, 64], **states}):
+        before = grouped(tensors | tables, outputs, do_rotary=1, **more)
+        (place,) = (i for i, value in enumerate(before.graph.input) if value.name == "lengths")
+        del before.graph.input[place]
+        before.graph.initializer.append(onnx.numpy_helper.from_array(np.full(2, 5, np.int32), "lengths"))
+        fused, _ = fuse_and_check(before)
+        assert "FlashAttentionKVCache" in op_types(fused) and "RotaryEmbedding" not in op_types(fused)
+        inputs = fed(before, {}, 0, total=np.int32(6)) | angles({"m": 8})
+        for want, got in zip(run(before, inputs), run(fused, inputs), strict=True):
+            np.testing.assert_allclose(got, want, atol=2e-5)
+
+
 @pytest.mark.parametrize("name", GQA)
 def test_grouped(name: str) -> None:
     inputs, given = GQA[name]

@@ -173,6 +173,11 @@ REFUSED: dict[str, tuple[onnx.ModelProto, str]] = {
         model(WRITTEN_OUT.replace("out_k", "all_k") + " out_k = Identity(kh)"),
         "is no output of the model",
     ),
+    "buffers of its own": (
+        model("""y, out_k, out_v = com.microsoft.GroupQueryAttention<num_heads=4, kv_num_heads=2>(
+            q, k, v, past_k, past_v, seqlens_k, total)""", more="int32[b] seqlens_k, int32 total"),
+        "GroupQueryAttention, which has buffers for past keys",
+    ),
     "a fixed past": (
         model(WRITTEN_OUT, past=PAST.replace("p,", "5,")), "fixed length"),
     "lengths that differ": (

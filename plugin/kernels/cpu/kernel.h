@@ -14,7 +14,7 @@ struct Tile {
   int64_t first;
   int begin;  // columns [begin, end) are seen by some row; begin starts a panel
   int end;
-  bool finite;          // no Inf or NaN among its values
+  bool finite;          // no Inf or NaN among its values, as far as is known
   const float* biases;  // of all rows, or null
   const Absent* absent;
 };
@@ -134,11 +134,7 @@ void process_block(const Params& params, const Plan& plan, const Scratch& scratc
   bool& started = rows.started[first / kBlockRows];
   const float* factors = started ? rescale : nullptr;
   started = true;
-  if (tile.finite) {
-    keys.accumulate(scratch.scores, count, begin, end, factors, o);
-  } else {
-    keys.accumulate_seen(scratch.scores, count, begin, end, factors, o);
-  }
+  keys.accumulate(scratch.scores, count, begin, end, factors, o, tile.finite);
 }
 
 template <typename Keys>

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "gemm.h"
+#include "softmax.h"
 #include "source.h"
 #include "task.h"
 
@@ -103,7 +104,8 @@ struct Packed {
 
   // O = rescale O + weights V; rescale is null for the first tile, whose O holds nothing yet.
   void accumulate(const float* weights, int rows, int begin, int end, const float* rescale,
-                  float* o) const {
+                  float* o, bool finite) const {
+    if (!finite) return accumulate_seen(weights, rows, begin, end, rescale, o);
     for (int64_t d = 0; d < params.value_dim; d += kPanel) {
       multiply_panel({weights + begin, kKeyTile, v + d * kKeyTile + begin * kPanel, end - begin,
                       o + d, plan.padded_value_dim, rescale},
@@ -111,6 +113,7 @@ struct Packed {
     }
   }
 
+ private:
   // The same for a tile with Inf or NaN among its values, which must not reach rows that mask those
   // keys: 0 * Inf is NaN.
   void accumulate_seen(const float* weights, int rows, int begin, int end, const float* rescale,
@@ -122,14 +125,13 @@ struct Packed {
         Vec sum = rescale == nullptr ? Vec{} : load(target) * rescale[r];
         for (int n = begin; n < end; ++n) {
           const float weight = weights[r * kKeyTile + n];
-          if (weight != 0) sum += load(column + n * kPanel) * weight;
+          if (!is_masked(weight)) sum += load(column + n * kPanel) * weight;
         }
         store(target, sum);
       }
     }
   }
 
- private:
   // From rows at `begin` on.
   bool pack(const T* keys, int64_t key_stride, const T* values, int64_t value_stride, int begin,
             int end) {

@@ -51,19 +51,25 @@ inline bool mask_absent(float* scores, int begin, int end, const Absent& absent)
   return true;
 }
 
-// Turns scores into weights e^(score - base) and returns sums of them. With kKeep, a weight is 0
-// only where the score is -inf: a masked key is told from one whose weight underflows.
-template <bool kKeep>
+// Turns scores into weights e^(score - base) and returns sums of them. With kMark, a masked key's
+// is -0: it is told from one whose weight underflows.
+template <bool kMark>
 Vec exponentiate(float* scores, int begin, int end, float base) {
   Vec total{};
   for (int n = begin; n < end; n += kWidth) {
     const Vec score = load(scores + n);
     Vec weight = exp_nonpositive(score - base);
-    if (kKeep) weight = ((weight == 0.0f) & (score != -kInfinity)) ? Vec{} + FLT_TRUE_MIN : weight;
+    if (kMark) weight = score == -kInfinity ? -Vec{} : weight;
     total += weight;
     store(scores + n, weight);
   }
   return total;
+}
+
+FLASHONNX_INLINE bool is_masked(float weight) {
+  int32_t bits;
+  __builtin_memcpy(&bits, &weight, sizeof bits);
+  return bits == INT32_MIN;
 }
 
 }  // namespace flashonnx::cpu::FLASHONNX_CPU_ISA

@@ -59,12 +59,16 @@ struct Tiling {
   // head size 64, where warps are short of issue slots.
   static constexpr bool kOnes = kDim == 64 && !kGeneral;
 
+  // Exponentials of keys that the diagonal hides from a whole warp are left out. Elsewhere it costs
+  // registers (three groups, head size 128) or gains nothing (256).
+  static constexpr bool kLeavesOutHidden = kDim == 64 && kGroups == 2 && !kMarks;
+
   // Queries are copied to registers, where there are some left.
   static constexpr bool kHoldsQueries = kDim == 128 && !kGeneral;
 
-  // Biases of keys are one more product of Q K^T, where they have room for 16 bytes each: 16 more
-  // features, of which Q's are constants and K's the parts of the bias.
-  static constexpr bool kBiasProduct = kPackedMasks && kDim < 256;
+  // Biases of keys are one more product of Q K^T: 16 more features, of which Q's are constants and
+  // K's the parts of the bias.
+  static constexpr bool kBiasProduct = kPackedMasks;
   static constexpr int kBiasBytes = kBiasProduct ? 16 : 4;
 
   static constexpr int kScores = kKeys / 2;  // of a thread
@@ -94,7 +98,7 @@ using Tiling96 = Tiling<96, 2, 128, 3, 2, true>;     //               128      1
 using Tiling128 = Tiling<128, 2, 128, 2, 3, false>;  //               128      225 KB
 using Tiling192 = Tiling<192, 2, 96, 2, 1, false>;   //               128      193 KB
 using Tiling192x128 = Tiling<192, 2, 128, 2, 1, true, Masks::kNone, 128>;  // 128    209 KB
-using Tiling256 = Tiling<256, 2, 80, 2, 1, true>;  //               128      225 KB
+using Tiling256 = Tiling<256, 2, 64, 2, 1, true>;  //               128      193 KB
 // With a mask of keys, or one that is packed to bits; head size 128 has no room for a third place
 // of queries beside biases.
 using Masked64 = Tiling<64, 3, 128, 4, 3, true, Masks::kPacked>;
@@ -103,7 +107,7 @@ using Masked96 = Tiling<96, 2, 128, 3, 2, true, Masks::kPacked>;
 using Masked128 = Tiling<128, 2, 128, 2, 2, false, Masks::kPacked>;
 using Masked192 = Tiling<192, 2, 96, 2, 1, false, Masks::kPacked>;
 using Masked192x128 = Tiling<192, 2, 128, 2, 1, true, Masks::kPacked, 128>;
-using Masked256 = Tiling<256, 2, 80, 2, 1, true, Masks::kPacked>;
+using Masked256 = Tiling<256, 2, 64, 2, 1, true, Masks::kPacked>;
 // The general kernel's, with room for masks.
 using General64 = Tiling<64, 3, 128, 2, 2, true, Masks::kGeneral>;    //        192      209 KB
 using General96 = Tiling<96, 2, 128, 2, 2, true, Masks::kGeneral>;    //        128      209 KB

@@ -325,6 +325,7 @@ class Consumer {
     }
     release(shared_.k_free(keys_.stage()));
     keys_.advance();
+    int end = C::kKeys;
     if constexpr (kLook == Look::kBounds) {
       const int first_key = tile * C::kKeys;
       const Item& at = item();
@@ -333,6 +334,7 @@ class Consumer {
       if (first_key < at.span.range.lower(last_query) ||
           first_key + C::kKeys > at.span.range.upper(first_query)) {
         apply_bounds<C>(at.span.range, lane_here(), at.work.first_query, first_key, scores);
+        end = at.span.range.upper(first_query_of_warp(at.work) + 15) - first_key;
       }
     }
     Raise raise;
@@ -343,7 +345,11 @@ class Consumer {
       raise = exponentiate_first<C>(factor, scores, state);
     } else {
       raise = raise_maxima<C>(scores, factor, state);
-      exponentiate_after<C>(factor, scores, state);
+      if constexpr (kLook == Look::kBounds && C::kLeavesOutHidden) {
+        exponentiate_before<C>(end, factor, scores, state);
+      } else {
+        exponentiate_after<C>(factor, scores, state);
+      }
     }
     // Sums that tensor cores make are of rounded P: right for what they divide, too coarse for lse.
     if (!C::kOnes || p_.lse.data) add_up<C>(scores, state);
@@ -390,12 +396,12 @@ class Consumer {
     return C::kPackedMasks || (C::kGeneral && plan_.mask_per_key);
   }
 
-  // Whether biases are added to the tile's products, or were a part of them.
+  // Whether biases are added to the tile's products: of pages that are missing.
   __device__ __forceinline__ bool adds_biases() const {
     if constexpr (C::kGathered) {
       return item().biased && *shared_.biased(keys_.stage());
     } else {
-      return C::kPackedMasks && !C::kBiasProduct;
+      return false;
     }
   }
 

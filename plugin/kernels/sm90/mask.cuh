@@ -115,21 +115,31 @@ __device__ __forceinline__ void hide_by_bits(const uint2& bits, float (&scores)[
   }
 }
 
+// Which of a thread's scores of a row are of keys before `end`, counted from the thread's first
+// key: bit 2 n + e is key 8 n + e.
+__device__ __forceinline__ uint32_t bits_before(int end) {
+  const int x = max(end, 0);
+  const int count = x / 8 * 2 + min(x % 8, 2);
+  return ~__funnelshift_lc(0u, ~0u, count);
+}
+
+// By bits, as one instruction makes seven predicates of them.
 template <class C>
 __device__ __forceinline__ void apply_bounds(const KeyRange& range, const Lane& lane,
                                              int first_query, int first_key,
                                              float (&scores)[C::kScores]) {
+  static_assert(C::kScores / 2 <= 32);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int query = (first_query + lane.first_row()) + 8 * h;
-    const int lower = range.lower(query);
-    const unsigned seen = max(range.upper(query) - lower, 0);
-    const int first = first_key + 2 * lane.quad - lower;
+    const int first = first_key + 2 * lane.quad;
+    const uint32_t seen =
+        bits_before(range.upper(query) - first) & ~bits_before(range.lower(query) - first);
 #pragma unroll
     for (int n = 0; n < C::kScores / 4; ++n) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        if (static_cast<unsigned>(first + 8 * n + e) >= seen) scores[4 * n + 2 * h + e] = -INFINITY;
+        if (!(seen >> (2 * n + e) & 1)) scores[4 * n + 2 * h + e] = -INFINITY;
       }
     }
   }

@@ -2,7 +2,7 @@
 // in registers. The instructions themselves are CuTe's.
 #pragma once
 
-#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // columns that are no power of 2, as 80
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // columns that are no power of 2, as 72
 #include <cute/arch/mma_sm90_gmma.hpp>
 #include <utility>
 
@@ -61,22 +61,12 @@ template <class T, int kColumns>
 __device__ __forceinline__ constexpr auto shared_product() {
   constexpr auto K = gmma::Major::K;
   if constexpr (std::is_same_v<T, __half>) {
-    if constexpr (kColumns == 80) return gmma::MMA_64x80x16_F32F16F16_SS<K, K>{};
     if constexpr (kColumns == 64) return gmma::MMA_64x64x16_F32F16F16_SS<K, K>{};
-    if constexpr (kColumns == 112) return gmma::MMA_64x112x16_F32F16F16_SS<K, K>{};
-    if constexpr (kColumns == 144) return gmma::MMA_64x144x16_F32F16F16_SS<K, K>{};
-    if constexpr (kColumns == 160) return gmma::MMA_64x160x16_F32F16F16_SS<K, K>{};
-    if constexpr (kColumns == 176) return gmma::MMA_64x176x16_F32F16F16_SS<K, K>{};
     if constexpr (kColumns == 192) return gmma::MMA_64x192x16_F32F16F16_SS<K, K>{};
     if constexpr (kColumns == 96) return gmma::MMA_64x96x16_F32F16F16_SS<K, K>{};
     if constexpr (kColumns == 128) return gmma::MMA_64x128x16_F32F16F16_SS<K, K>{};
   } else {
-    if constexpr (kColumns == 80) return gmma::MMA_64x80x16_F32BF16BF16_SS<K, K>{};
     if constexpr (kColumns == 64) return gmma::MMA_64x64x16_F32BF16BF16_SS<K, K>{};
-    if constexpr (kColumns == 112) return gmma::MMA_64x112x16_F32BF16BF16_SS<K, K>{};
-    if constexpr (kColumns == 144) return gmma::MMA_64x144x16_F32BF16BF16_SS<K, K>{};
-    if constexpr (kColumns == 160) return gmma::MMA_64x160x16_F32BF16BF16_SS<K, K>{};
-    if constexpr (kColumns == 176) return gmma::MMA_64x176x16_F32BF16BF16_SS<K, K>{};
     if constexpr (kColumns == 192) return gmma::MMA_64x192x16_F32BF16BF16_SS<K, K>{};
     if constexpr (kColumns == 96) return gmma::MMA_64x96x16_F32BF16BF16_SS<K, K>{};
     if constexpr (kColumns == 128) return gmma::MMA_64x128x16_F32BF16BF16_SS<K, K>{};

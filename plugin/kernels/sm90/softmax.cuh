@@ -131,6 +131,26 @@ __device__ __forceinline__ void exponentiate_after(float factor, float (&scores)
   exponentiate<C>(factor, scores, state);
 }
 
+// P as well, where no row of the warp sees the tile's keys from `end` on: what they would take is
+// left out.
+template <class C>
+__device__ __forceinline__ void exponentiate_before(int end, float factor,
+                                                    float (&scores)[C::kScores],
+                                                    const RowState& state) {
+  constexpr int kPart = 16;  // of 32 keys
+#pragma unroll
+  for (int first = 0; first < C::kScores; first += kPart) {
+    if (2 * first < end) {
+#pragma unroll
+      for (int i = first; i < first + kPart; ++i)
+        scores[i] = exp2_approximate(fmaf(scores[i], factor, -state.maximum[i / 2 % 2]));
+    } else {
+#pragma unroll
+      for (int i = first; i < first + kPart; ++i) scores[i] = 0.f;
+    }
+  }
+}
+
 // P, and the maxima after that: of scores that rarely ask for a higher one. Where they do, P is
 // brought down afterwards; a P beyond the range of float32 leaves an infinite maximum behind.
 //

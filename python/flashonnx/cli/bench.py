@@ -214,7 +214,7 @@ def _feeds(
     """Inputs by length, the dimensions that are that length, and whether there are none of them."""
     import onnx
 
-    from flashonnx._inputs import generate, input_specs, is_batch, symbols_of
+    from flashonnx._inputs import generate, input_specs, is_batch, is_ends, sums, symbols_of
 
     specs = input_specs(onnx.load(model, load_external_data=False))
     symbols = symbols_of(specs)
@@ -223,10 +223,12 @@ def _feeds(
             there = ", ".join(symbols) or "none with a name"
             raise ValueError(f"bench: no input of {model} has a dimension '{name}'; there are {there}")
     batches = [name for name in symbols if is_batch(name, specs) and name not in fixed]
-    varied = [name for name in symbols if name not in fixed and name not in batches]
+    ends = [name for name in symbols if is_ends(name, specs) and name not in fixed]
+    varied = [name for name in symbols if name not in (*fixed, *batches, *ends, *sums(specs))]
 
     def feeds(length: int) -> Mapping[str, Any]:
         sizes = dict(fixed) | dict.fromkeys(batches, batch) | dict.fromkeys(varied, length)
+        sizes |= dict.fromkeys(ends, batch + 1)
         return next(generate(specs, {name: [value] for name, value in sizes.items()}))[1]
 
     return feeds, varied, not varied

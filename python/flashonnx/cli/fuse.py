@@ -67,6 +67,12 @@ def fuse(
             "--kv-cache", help="Past keys that are joined with new ones become caches: other inputs and outputs."
         ),
     ] = None,
+    join_projections: Annotated[
+        bool,
+        typer.Option(
+            "--join-projections/--no-join-projections", help="One product makes Q, K and V where weights are constant."
+        ),
+    ] = True,
     explain: Annotated[
         list[str] | None,
         typer.Option("--explain", metavar="NODE", help="Say all about the attention that this node is part of."),
@@ -96,6 +102,7 @@ def fuse(
             found = flashonnx.fuse(model, shared_cache=shared_cache)[1].at(sizes)
             explained = {node: ask(model, found, node) for node in explain}
         options = {"portable": portable, "shared_cache": shared_cache, "kv_cache": kv_cache.value if kv_cache else None}
+        options["join_projections"] = join_projections
         done = _fused(model, output, target, options).at(sizes)
     tell(done, files, output, json, {"explained": explained} if explained else {})
     if strict and done.fused < done.total:
