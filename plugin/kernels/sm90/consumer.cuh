@@ -364,12 +364,13 @@ class Consumer {
   // What is needed of a tile's mask besides its product: this thread's bits, or the largest bias.
   template <Look kLook>
   __device__ __forceinline__ uint2 read_mask(int tile) const {
-    if constexpr (!C::kPackedMasks || kLook == Look::kNone) return {};
-    const bool bits = kLook == Look::kBits || (kLook == Look::kBounds && has_bits());
-    if (!bits && kLook == Look::kBounds) return {};
-    const int64_t at = int64_t{item().marks.row} * packed_->key_tiles + tile;
-    if (!bits) return load_early(packed_->top + at);
-    return load_early(packed_->tiles + (at * (2 * C::kQueries) + (threadIdx.x - 128)) * 8);
+    if constexpr (C::kPackedMasks && kLook != Look::kNone) {
+      const int64_t at = int64_t{item().marks.row} * packed_->key_tiles + tile;
+      if (kLook == Look::kBits || (kLook == Look::kBounds && has_bits()))
+        return load_early(packed_->tiles + (at * (2 * C::kQueries) + (threadIdx.x - 128)) * 8);
+      if (kLook == Look::kBiases) return load_early(packed_->top + at);
+    }
+    return {};
   }
   // Whether scores will not exceed the maxima by much.
   template <Look kLook>
