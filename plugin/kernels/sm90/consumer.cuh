@@ -121,8 +121,7 @@ class Consumer {
     end_turn();
   }
 
-  // Starts Q K^T of the last tile of keys.
-  // Returns what it reads of a mask.
+  // Starts Q K^T of the last tile of keys. Returns what it reads of a mask.
   __device__ __forceinline__ uint2 begin_scores(float (&scores)[C::kScores]) {
     if constexpr (C::kHoldsQueries) hold_queries();
     const auto& q = operand_queries();
