@@ -105,9 +105,8 @@ class Consumer {
     last_tile_ = span.last_tile;
     if (!skips) return;
     --last_tile_;
-    if constexpr (C::kMarks) {
+    if constexpr (C::kMarks)
       if (marked()) last_tile_ = last_visible(item().marks.visible, last_tile_, span.first_tile);
-    }
     barrier_wait(shared_.k_full(keys_.stage()), keys_.round());
     release(shared_.k_free(keys_.stage()));
     keys_.advance();
