@@ -120,8 +120,8 @@ using General256 = Tiling<256, 2, 64, 2, 1, false, Masks::kGeneral>;  //        
 template <class C>
 struct Gathered : C {
   static constexpr bool kGathered = true;
-  // Two groups without turns that begin at the same moment stay side by side and want the tensor
-  // cores at the same times: steps of 3350 instead of 2480 cycles. One begins a product later.
+  // Two groups without turns that begin at the same moment tend to stay side by side and to want the
+  // tensor cores at the same times. One begins a product later (docs: two rhythms).
   static constexpr bool kStaggers = !C::kTurns && C::kGroups == 2;
   // Tiles that were drawn, and barriers, where others keep what they found of a mask.
   static constexpr int kDrawnAt = C::kFoundAt;
