@@ -41,6 +41,8 @@ FILLS: dict[str, Callable[[np.random.Generator, Array], Array]] = {
     "near-and-far-below": lambda random, key: np.where(random.random(key.shape) < 0.3, -10000.0, 0.0),
     "least": lambda random, key: np.full_like(key, -np.finfo(np.float32).max),
     "least-and-nothing": lambda random, key: np.where(key % 3 == 0, 0, -np.finfo(np.float32).max),
+    "least-first": lambda random, key: np.where(key < 207, -np.finfo(np.float32).max, 0),
+    "least-last": lambda random, key: np.where(key < 207, 0, -np.finfo(np.float32).max),
 }
 BOOLEAN = ("nothing", "some", "few", "padding", "left-padding", "holes", "one-key", "all", "one-batch")
 
@@ -106,6 +108,14 @@ def test_with_bounds(library: Library, dtype: str, fill: str) -> None:
         {"sinks": True},
     ):
         _check(library, replace(case, **more), fill)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fill", ("least", "least-first", "least-last", "least-and-nothing"))
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+def test_least_causal(library: Library, head_dim: int, fill: str) -> None:
+    """Some queries see nothing but keys with the least bias, their neighbours see others."""
+    case = replace(_BASE, id=f"key-mask-least-{fill}", dtype="bfloat16", q_length=KEYS, head_dim=head_dim, is_causal=1)
+    _check(library, replace(case, mask_dtype="float32"), fill)
 
 
 @pytest.mark.parametrize("poison", (np.nan, np.inf, -np.inf, 1e6))

@@ -13,7 +13,7 @@ from flashonnx.reference import Array
 from seam import Problem
 
 # Keys of a tile of Hopper's kernel, by head size.
-TILES = {64: 128, 96: 128, 128: 128, 192: 96, 256: 80}
+TILES = {64: 128, 96: 128, 128: 128, 192: 96, 256: 64}
 COUNT = 7  # tiles of keys, the last one not full
 
 # Whether the keys of a tile are seen, given its number.

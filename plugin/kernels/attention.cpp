@@ -34,8 +34,8 @@ constexpr Kernel kTable[] = {
      decode::launch, decode::refusal},
 #endif
 #ifdef FLASHONNX_WITH_SM90
-    {"sm90", FLASHONNX_CUDA, 90, 90, kHalves, 256, kOperator | kRagged | kPages, nullptr, nullptr,
-     sm90::launch, sm90::refusal},
+    {"sm90", FLASHONNX_CUDA, 90, 90, kHalves, 256, kOperator | kRagged | kPages, sm90::workspace,
+     sm90::workspace_bound, sm90::launch, sm90::refusal},
 #endif
 #ifdef FLASHONNX_WITH_CUDA
     {"sm80", FLASHONNX_CUDA, 80, kAnyArch, kHalves, 256, kOperator | kRagged | kPages, nullptr,

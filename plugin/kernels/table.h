@@ -89,6 +89,8 @@ const char* refusal(const Params& params);
 
 namespace sm90 {
 flashonnx_status launch(const Params& params, void* workspace, void* stream);
+int64_t workspace(const Params& params);
+int64_t workspace_bound(const Params& maxima);
 const char* refusal(const Params& params);
 }  // namespace sm90
 

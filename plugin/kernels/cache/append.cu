@@ -378,6 +378,16 @@ __device__ bool has_no_query(const Job& job, int32_t row) {
   for (int32_t first = 0; first < count && !__all_sync(0xffffffffu, found); first += 32) {
     const int32_t value =
         first + lane < count ? given[(first + lane) * p.cu_seqlens_q.stride[0]] : 0;
+    const int32_t first_row = row - lane;
+    const bool differs = found || (value > first_row && value < first_row + 32);
+    if (!__any_sync(0xffffffffu, differs)) {  // of all rows, the same ones are behind
+      const uint32_t beyond = __ballot_sync(0xffffffffu, value > first_row);
+      const int32_t before = beyond != 0 ? __ffs(static_cast<int>(beyond)) - 1 : 32;
+      found = beyond != 0;
+      begin = max(begin, warp_maximum(lane < before ? value : 0));
+      behind += min(before, count - first);
+      continue;
+    }
     for (int32_t i = 0; i < min(count - first, 32); ++i) {
       const int32_t x = __shfl_sync(0xffffffffu, value, i);
       found |= x > row;
@@ -389,6 +399,8 @@ __device__ bool has_no_query(const Job& job, int32_t row) {
 
 // Where tokens have no work of their own: what belongs to none, and rows to be cleared, 32 a warp.
 __global__ void __launch_bounds__(kBlockThreads) order_kernel(const __grid_constant__ Job job) {
+  wait_for_predecessor();
+  let_dependents_launch();
   if (blockIdx.x == gridDim.x - 1) return count(job);
   const auto first = static_cast<int32_t>(blockIdx.x * kBlockThreads + threadIdx.x / 32 * 32);
   const int32_t lane = threadIdx.x % 32, row = first + lane;
@@ -433,6 +445,23 @@ Deal deal_of(int64_t rows, int64_t units, int32_t tokens) {
           static_cast<int32_t>(std::min<int64_t>((rows + each - 1) / each, kMostBlocks))};
 }
 
+// A launch that may begin early: every kernel here waits for the one before it.
+template <class Kernel>
+flashonnx_status launch_overlapping(const Job& job, Kernel* kernel, dim3 grid, cudaStream_t stream,
+                                    const char* name) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(kBlockThreads);
+  config.stream = stream;
+  cudaLaunchAttribute attribute = overlap_attribute();
+  bool hopper = false, overlaps = false;
+  FLASHONNX_RETURN_IF_ERROR(has_hopper_code(reinterpret_cast<const void*>(kernel), &hopper));
+  FLASHONNX_RETURN_IF_ERROR(driver_overlaps(&overlaps));
+  config.attrs = &attribute;
+  config.numAttrs = hopper && overlaps && job.given.device.arch == 90 ? 1 : 0;
+  return cuda_status(cudaLaunchKernelEx(&config, kernel, job), name);
+}
+
 template <class T, int V>
 flashonnx_status launch(Job job, cudaStream_t stream) {
   const Params& p = job.given;
@@ -445,19 +474,9 @@ flashonnx_status launch(Job job, cudaStream_t stream) {
     job.keys = deal_of(new_heads, p.head_dim / V, job.tokens);
   }
   job.values = deal_of(new_heads, p.value_dim / V, job.tokens);
-  cudaLaunchConfig_t config = {};
   const int32_t blocks = job.rotated.blocks + job.keys.blocks + job.values.blocks;
-  config.gridDim = dim3(static_cast<unsigned>(job.tokens) + 1, std::max(blocks, 1));
-  config.blockDim = dim3(kBlockThreads);
-  config.stream = stream;
-  cudaLaunchAttribute attribute = overlap_attribute();
-  bool hopper = false, overlaps = false;
-  FLASHONNX_RETURN_IF_ERROR(
-      has_hopper_code(reinterpret_cast<const void*>(append_kernel<T, V>), &hopper));
-  FLASHONNX_RETURN_IF_ERROR(driver_overlaps(&overlaps));
-  config.attrs = &attribute;
-  config.numAttrs = hopper && overlaps && p.device.arch == 90 ? 1 : 0;
-  return cuda_status(cudaLaunchKernelEx(&config, append_kernel<T, V>, job), "cache append kernel");
+  const dim3 grid(static_cast<unsigned>(job.tokens) + 1, std::max(blocks, 1));
+  return launch_overlapping(job, append_kernel<T, V>, grid, stream, "cache append kernel");
 }
 
 }  // namespace
@@ -480,12 +499,8 @@ flashonnx_status prepare_cuda(const Params& params, const Params& problem, void*
   }
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   if (!job.append && !job.rotary) {
-    cudaLaunchConfig_t config = {};
-    config.gridDim =
-        dim3(static_cast<unsigned>(job.tokens + kBlockThreads - 1) / kBlockThreads + 1);
-    config.blockDim = dim3(kBlockThreads);
-    config.stream = cuda_stream;
-    return cuda_status(cudaLaunchKernelEx(&config, order_kernel, job), "sequence order kernel");
+    const dim3 grid(static_cast<unsigned>(job.tokens + kBlockThreads - 1) / kBlockThreads + 1);
+    return launch_overlapping(job, order_kernel, grid, cuda_stream, "sequence order kernel");
   }
   const bool float32 = params.q.dtype == FLASHONNX_FLOAT32;
   const bool vectors = all_aligned(job, float32 ? 4 : 2);

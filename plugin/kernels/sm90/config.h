@@ -11,8 +11,12 @@
 
 namespace flashonnx::sm90 {
 
+// The masks that a kernel sees to: none; those of keys or bits (packed_mask.h); all, and a soft
+// cap.
+enum class Masks { kNone, kPacked, kGeneral };
+
 template <int kDim_, int kGroups_, int kKeys_, int kStages_, int kQueryStages_, bool kTurns_,
-          bool kMasks_ = false, int kValueDim_ = kDim_>
+          Masks kMasks_ = Masks::kNone, int kValueDim_ = kDim_>
 struct Tiling {
   static constexpr int kDim = kDim_;            // of Q and K
   static constexpr int kValueDim = kValueDim_;  // of V and the output
@@ -27,8 +31,11 @@ struct Tiling {
   static constexpr bool kTurns = kTurns_;
 
   // The general kernel: soft cap, and masks that depend on the query, which come with K.
-  static constexpr bool kGeneral = kMasks_;
+  static constexpr bool kGeneral = kMasks_ == Masks::kGeneral;
+  static constexpr bool kPackedMasks = kMasks_ == Masks::kPacked;
+  static constexpr bool kMarks = kMasks_ != Masks::kNone;  // may skip tiles of keys
   static constexpr bool kGathered = false;
+  static constexpr bool kStaggers = false;
 
   // Registers of a thread: 65536 for all. Softmax and output live in the consumers'.
   static constexpr int kProducerRegisters = kGroups == 2 ? 40 : 32;
@@ -45,20 +52,25 @@ struct Tiling {
   static constexpr int kQueryBytes = kQueries * kDim * 2;
   static constexpr int kKeyBytes = kKeys * kDim * 2;
   static constexpr int kValueBytes = kKeys * kValueDim * 2;
-  static constexpr int kMaskBytes = kMasks_ ? kQueries * kKeys * 2 : 0;
-  static_assert(!kMasks_ || kKeys % 64 == 0);
+  static constexpr int kMaskBytes = kGeneral ? kQueries * kKeys * 2 : 0;
+  static_assert(!kGeneral || kKeys % 64 == 0);
   static_assert(kKeys % 16 == 0 && kKeys * kBoxRow % 1024 == 0 && kQueries <= 256);
 
   // P is summed up by the tensor cores, as a product with a tile of ones: they have time left at
   // head size 64, where warps are short of issue slots.
-  static constexpr bool kOnes = kDim == 64 && !kMasks_;
+  static constexpr bool kOnes = kDim == 64 && !kGeneral;
 
   // Exponentials of keys that the diagonal hides from a whole warp are left out. Elsewhere it costs
   // registers (three groups, head size 128) or gains nothing (256).
-  static constexpr bool kLeavesOutHidden = kDim == 64 && kGroups == 2;
+  static constexpr bool kLeavesOutHidden = kDim == 64 && kGroups == 2 && !kMarks;
 
   // Queries are copied to registers, where there are some left.
-  static constexpr bool kHoldsQueries = kDim == 128 && !kMasks_;
+  static constexpr bool kHoldsQueries = kDim == 128 && !kGeneral;
+
+  // Biases of keys are one more product of Q K^T: 16 more features, of which Q's are constants and
+  // K's the parts of the bias.
+  static constexpr bool kBiasProduct = kPackedMasks;
+  static constexpr int kBiasBytes = kBiasProduct ? 16 : 4;
 
   static constexpr int kScores = kKeys / 2;  // of a thread
   static constexpr int kOutputs = kValueDim / 2 + (kOnes ? 4 : 0);
@@ -68,7 +80,8 @@ struct Tiling {
   static constexpr int kMaskAt = kQueryStages * kQueryBytes + kStages * (kKeyBytes + kValueBytes);
   static constexpr int kOnesAt = kMaskAt + kStages * kMaskBytes;
   static constexpr int kBiasAt = kOnesAt + (kOnes ? 16 * kBoxRow : 0);
-  static constexpr int kBarriersAt = kBiasAt + kStages * kKeys * 4;
+  static constexpr int kFactorsAt = kBiasAt + kStages * kKeys * kBiasBytes;
+  static constexpr int kBarriersAt = kFactorsAt + (kBiasProduct ? 128 : 0);
   static constexpr int kBarriers = 2 * kQueryStages + 4 * kStages + 2 * 2;
   static constexpr int kItemBytes = 160;
   static constexpr int kItemsAt = kBarriersAt + (kBarriers * 8 + kStages * 4 + 15) / 16 * 16;
@@ -80,27 +93,39 @@ struct Tiling {
 };
 
 //                      dim  groups  keys  stages of K, V; Q  turns     queries  shared memory
-using Tiling64 = Tiling<64, 3, 128, 4, 3, true>;                    //               192      203 KB
-using Short64 = Tiling<64, 2, 128, 4, 3, true>;                     //               128      179 KB
-using Tiling96 = Tiling<96, 2, 128, 3, 2, true>;                    //               128      193 KB
-using Tiling128 = Tiling<128, 2, 128, 2, 3, false>;                 //               128      225 KB
-using Tiling192 = Tiling<192, 2, 96, 2, 1, false>;                  //               128      193 KB
-using Tiling192x128 = Tiling<192, 2, 128, 2, 1, true, false, 128>;  // 128    209 KB
-using Tiling256 = Tiling<256, 2, 64, 2, 1, true>;                   //               128      193 KB
+using Tiling64 = Tiling<64, 3, 128, 4, 3, true>;     //               192      203 KB
+using Short64 = Tiling<64, 2, 128, 4, 3, true>;      //               128      179 KB
+using Tiling96 = Tiling<96, 2, 128, 3, 2, true>;     //               128      193 KB
+using Tiling128 = Tiling<128, 2, 128, 2, 3, false>;  //               128      225 KB
+using Tiling192 = Tiling<192, 2, 96, 2, 1, false>;   //               128      193 KB
+using Tiling192x128 = Tiling<192, 2, 128, 2, 1, true, Masks::kNone, 128>;  // 128    209 KB
+using Tiling256 = Tiling<256, 2, 64, 2, 1, true>;  //               128      193 KB
+// With a mask of keys, or one that is packed to bits; head size 128 has no room for a third place
+// of queries beside biases.
+using Masked64 = Tiling<64, 3, 128, 4, 3, true, Masks::kPacked>;
+using MaskedShort64 = Tiling<64, 2, 128, 4, 3, true, Masks::kPacked>;
+using Masked96 = Tiling<96, 2, 128, 3, 2, true, Masks::kPacked>;
+using Masked128 = Tiling<128, 2, 128, 2, 2, false, Masks::kPacked>;
+using Masked192 = Tiling<192, 2, 96, 2, 1, false, Masks::kPacked>;
+using Masked192x128 = Tiling<192, 2, 128, 2, 1, true, Masks::kPacked, 128>;
+using Masked256 = Tiling<256, 2, 64, 2, 1, true, Masks::kPacked>;
 // The general kernel's, with room for masks.
-using General64 = Tiling<64, 3, 128, 2, 2, true, true>;    //        192      209 KB
-using General96 = Tiling<96, 2, 128, 2, 2, true, true>;    //        128      209 KB
-using General128 = Tiling<128, 2, 128, 2, 1, true, true>;  //        128      225 KB
-using General192 = Tiling<192, 2, 64, 2, 1, false, true>;  //        128      177 KB
-using General256 = Tiling<256, 2, 64, 2, 1, false, true>;  //        128      225 KB
+using General64 = Tiling<64, 3, 128, 2, 2, true, Masks::kGeneral>;    //        192      209 KB
+using General96 = Tiling<96, 2, 128, 2, 2, true, Masks::kGeneral>;    //        128      209 KB
+using General128 = Tiling<128, 2, 128, 2, 1, true, Masks::kGeneral>;  //        128      225 KB
+using General192 = Tiling<192, 2, 64, 2, 1, false, Masks::kGeneral>;  //        128      177 KB
+using General256 = Tiling<256, 2, 64, 2, 1, false, Masks::kGeneral>;  //        128      225 KB
 
 // A tiling for ragged batches and pages, which have kernels of their own: dense ones pay nothing.
 template <class C>
 struct Gathered : C {
   static constexpr bool kGathered = true;
-  // A tile that was drawn, and barriers, where others keep what they found of a mask.
+  // Two groups without turns that begin at the same moment tend to stay side by side and to want the
+  // tensor cores at the same times. One begins a product later (docs: two rhythms).
+  static constexpr bool kStaggers = !C::kTurns && C::kGroups == 2;
+  // Tiles that were drawn, and barriers, where others keep what they found of a mask.
   static constexpr int kDrawnAt = C::kFoundAt;
-  static_assert(kDrawnAt + 64 + 3 * 8 <= C::kSharedBytes);
+  static_assert(kDrawnAt + 3 * 64 + 5 * 8 <= C::kSharedBytes);
 };
 
 }  // namespace flashonnx::sm90

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "kernels/sm90/epilogue.cuh"
-#include "kernels/sm90/mask.cuh"
+#include "kernels/sm90/general.cuh"
 #include "kernels/sm90/producer.cuh"
 
 namespace flashonnx::sm90 {
@@ -16,8 +16,8 @@ class Consumer {
 
  public:
   __device__ __forceinline__ Consumer(const Problem& p, const Plan& plan, const CUtensorMap& o_map,
-                                      const Shared<C>& shared)
-      : p_(p), plan_(plan), o_map_(o_map), shared_(shared) {}
+                                      const Shared<C>& shared, const PackedMask* packed = nullptr)
+      : p_(p), plan_(plan), o_map_(o_map), shared_(shared), packed_(packed) {}
 
   __device__ __forceinline__ void run() {
     if (C::kTurns && lane_.group == C::kGroups - 1) end_turn();  // the first turn is group 0's
@@ -26,10 +26,12 @@ class Consumer {
     uint32_t p[C::kScores / 2];
     clear(output);
     skip_keys();
-    begin_scores(scores);
+    if (C::kStaggers && lane_.group == 1) named_sync(1, 256);
+    const uint2 mask = begin_scores(scores);
     wait_products<0>();
+    if (C::kStaggers && lane_.group == 0) named_arrive(1, 256);
     fence_registers(scores);
-    RowState state = weigh_first(scores);
+    RowState state = weigh_first(mask, scores);
     skip_values();
     pack_scores<T, C>(scores, p);
     while (true) {
@@ -47,11 +49,11 @@ class Consumer {
         }
         // The next tile's first products and softmax are made beside this one's last.
         skip_keys();
-        begin_scores(scores);
+        const uint2 mask = begin_scores(scores);
         begin_last_values(done(), p, output);
         wait_products<1>();
         fence_registers(scores);
-        const RowState next = weigh_first(scores);
+        const RowState next = weigh_first(mask, scores);
         fence_registers(scores);
         end_last_values(output);
         skip_values();
@@ -69,10 +71,10 @@ class Consumer {
         if (!next_item()) return;
         skip_keys();
         skip_values();
-        begin_scores(scores);
+        const uint2 mask = begin_scores(scores);
         wait_products<0>();
         fence_registers(scores);
-        state = weigh_first(scores);
+        state = weigh_first(mask, scores);
       }
       clear(output);
       pack_scores<T, C>(scores, p);
@@ -103,10 +105,8 @@ class Consumer {
     last_tile_ = span.last_tile;
     if (!skips) return;
     --last_tile_;
-    if constexpr (!C::kGathered) {
-      if (plan_.mask_per_key)
-        last_tile_ = last_visible(item().marks.visible, last_tile_, span.first_tile);
-    }
+    if constexpr (C::kMarks)
+      if (marked()) last_tile_ = last_visible(item().marks.visible, last_tile_, span.first_tile);
     barrier_wait(shared_.k_full(keys_.stage()), keys_.round());
     release(shared_.k_free(keys_.stage()));
     keys_.advance();
@@ -120,48 +120,52 @@ class Consumer {
     end_turn();
   }
 
-  // Starts Q K^T of the last tile of keys.
-  __device__ __forceinline__ void begin_scores(float (&scores)[C::kScores]) {
+  // Starts Q K^T of the last tile of keys. Returns what it reads of a mask.
+  __device__ __forceinline__ uint2 begin_scores(float (&scores)[C::kScores]) {
     if constexpr (C::kHoldsQueries) hold_queries();
     const auto& q = operand_queries();
     const Descriptor k = described_keys();
+    const BiasOperands biases = bias_operands<Look::kBounds>();
+    const uint2 mask = read_mask<Look::kBounds>(last_tile_);
     barrier_wait(shared_.k_full(keys_.stage()), keys_.round());
-    multiply_keys<T, C>(q, k, scores);
+    multiply_keys<T, C, C::kBiasProduct>(q, k, biases, scores);
+    return mask;
   }
-
-  // What a step has to look at: everything; a mask's biases alone, of keys or, in the general
-  // kernel, of Q's type with a row per query; no bounds, and in the plain kernel no mask either.
-  enum class Look { kBounds, kBiases, kNone };
 
   // From P of the last tile of keys to P of the first one. Its product with V is left to do.
   __device__ __forceinline__ void walk(float (&scores)[C::kScores], uint32_t (&p)[C::kScores / 2],
                                        float (&output)[C::kOutputs], RowState& state) {
     int tile = last_tile_ - 1;
     while (tile >= item().span.first_tile) {
-      int plain = plain_tiles(tile);
-      bool biased = C::kGeneral && query_biases();
-      if constexpr (C::kGathered) {
-        biased = item().biased;
-      } else if (plan_.mask_per_key) {
-        plain = min(plain, next_visible(tile, biased));
+      bool biased = C::kGeneral && general().has_row_biases();
+      int run = INT_MAX;
+      if constexpr (C::kGathered) biased = item().biased;
+      if constexpr (C::kMarks) {
+        if (marked()) run = next_visible(tile, biased);
       }
+      const int plain = min(plain_tiles(tile), run);
       if (plain <= 0) {
         step<Look::kBounds>(tile--, scores, p, output, state);
         continue;
       }
-      tile -= plain;
+      const int next = tile - plain;
+      if constexpr (C::kPackedMasks) {
+        if (biased && has_bits()) {
+          for (; tile > next; --tile) step<Look::kBits>(tile, scores, p, output, state);
+          continue;
+        }
+      }
       if (biased) {
-        for (int i = 0; i < plain; ++i) step<Look::kBiases>(0, scores, p, output, state);
+        for (; tile > next; --tile) step<Look::kBiases>(tile, scores, p, output, state);
       } else {
-        for (int i = 0; i < plain; ++i) step<Look::kNone>(0, scores, p, output, state);
+        for (; tile > next; --tile) step<Look::kNone>(0, scores, p, output, state);
       }
     }
     settle_stores();
   }
 
   // Goes on to the next tile that is not hidden. Returns how many from there on are either biased
-  // or not; none if one was left out, as the values of the tile before that may need a look at
-  // bounds.
+  // or not; none if one was left out and the values of the tile before need a look at bounds.
   __device__ __forceinline__ int next_visible(int& tile, bool& biased) const {
     const Marks& marks = item().marks;
     const int visible = last_visible(marks.visible, tile, item().span.first_tile);
@@ -170,8 +174,10 @@ class Consumer {
     bool has_biases;
     const int run = visible_run(marks, tile, &has_biases);
     if (!C::kGeneral) biased = has_biases;
-    // Scores may rise by any amount where a bias ends: a step without one counts on their maximum.
-    return skips || (!has_biases && has_bias(marks, tile + 1)) ? 0 : run;
+    if (skips && ends_early(item().span)) return 0;
+    // Where a bias ends scores may rise by any amount, and steps without one do not ask.
+    const int before = first_visible(marks.visible, tile + 1, last_tile_);
+    return !has_biases && has_bias(marks, before) ? 0 : run;
   }
 
   // How many tiles from this one on are plain: they, and the values of the tiles after them, need
@@ -192,16 +198,18 @@ class Consumer {
   __device__ __forceinline__ void step(int tile, float (&scores)[C::kScores],
                                        uint32_t (&p)[C::kScores / 2], float (&output)[C::kOutputs],
                                        RowState& state) {
+    if constexpr (C::kPackedMasks && C::kGroups == 3) queries_.forget();
     const auto& q = operand_queries();
     const Descriptor k = described_keys(), v = described_values();
+    const BiasOperands biases = bias_operands<kLook>();
+    const uint2 mask = read_mask<kLook>(tile);
     barrier_wait(shared_.k_full(keys_.stage()), keys_.round());
     begin_turn();
-    multiply_keys<T, C>(q, k, scores);
+    multiply_keys<T, C, kMultipliesBiases<kLook>>(q, k, biases, scores);
     if constexpr (kLook == Look::kBounds) {
       int before = tile + 1;
-      if constexpr (!C::kGathered) {
-        if (plan_.mask_per_key) before = first_visible(item().marks.visible, tile + 1, last_tile_);
-      }
+      if constexpr (C::kMarks)
+        if (marked()) before = first_visible(item().marks.visible, tile + 1, last_tile_);
       wait_for_values(item().span, before);
     } else {
       barrier_wait(shared_.v_full(values_.stage()), values_.round());
@@ -210,10 +218,11 @@ class Consumer {
     end_turn();
     settle_stores();
     uint32_t pairs[C::kScores / 2];
-    read_early<kLook>(pairs);
+    general().template read_early<kLook>(lane_, shared_.mask(keys_.stage()), pairs);
+    const bool near = stays_near<kLook>(mask, state);
     wait_products<1>();
     fence_registers(scores);
-    const Raise raise = weigh<kLook>(tile, pairs, scores, state);
+    const Raise raise = weigh<kLook>(tile, near, mask, pairs, scores, state);
     fence_registers(scores);
     // The branch keeps exponentials before the wait for the products that they are meant to run
     // beside: the assembler puts them off otherwise.
@@ -270,7 +279,13 @@ class Consumer {
   __device__ __forceinline__ RowState in_powers_of_2(RowState state) const {
 #pragma unroll
     for (int h = 0; C::kGeneral && h < 2; ++h)
-      state.maximum[h] = fmaxf(unit() * state.maximum[h], -FLT_MAX);
+      state.maximum[h] =
+          fmaxf(general().template unit<Look::kBounds>() * state.maximum[h], -FLT_MAX);
+    // As products biases were bounded before they were powers of 2.
+    const float least = -0.99f * kLargestBias * fminf(plan_.factor, 1.f);
+#pragma unroll
+    for (int h = 0; C::kBiasProduct && h < 2; ++h)
+      if (state.maximum[h] <= least) state.maximum[h] = -kLargestBias;
     return state;
   }
 
@@ -283,24 +298,27 @@ class Consumer {
   }
 
   // Scores of the last tile of keys, the first that is met.
-  __device__ __forceinline__ RowState weigh_first(float (&scores)[C::kScores]) {
+  __device__ __forceinline__ RowState weigh_first(const uint2& mask, float (&scores)[C::kScores]) {
     RowState state = {{-FLT_MAX, -FLT_MAX}, {0.f, 0.f}};
     uint32_t pairs[C::kScores / 2];
-    read_early<Look::kBounds>(pairs);
-    weigh<Look::kBounds>(last_tile_, pairs, scores, state);
+    general().template read_early<Look::kBounds>(lane_, shared_.mask(keys_.stage()), pairs);
+    weigh<Look::kBounds>(last_tile_, false, mask, pairs, scores, state);
     return state;
   }
 
-  // From scores to P, in place. Lets go of the tile of K.
+  // From scores to P, in place. Lets go of the tile of K. `near`: P may be made first, maxima then.
   template <Look kLook>
-  __device__ __forceinline__ Raise weigh(int tile, const uint32_t (&pairs)[C::kScores / 2],
+  __device__ __forceinline__ Raise weigh(int tile, bool near, const uint2& mask,
+                                         const uint32_t (&pairs)[C::kScores / 2],
                                          float (&scores)[C::kScores], RowState& state) {
     float factor = plan_.factor;
     if constexpr (C::kGeneral) {
-      factor = kLook == Look::kBiases ? kLog2e : unit();
-      generalise<kLook>(pairs, scores);
-    } else if ((kLook == Look::kBiases && !C::kGathered) ||
-               (kLook != Look::kNone && may_be_biased() && *shared_.biased(keys_.stage()))) {
+      factor = general().template unit<kLook>();
+      general().template apply<kLook>(lane_here(), shared_.mask(keys_.stage()),
+                                      shared_.biases(keys_.stage()), pairs, scores);
+    } else if (kLook == Look::kBits || (kLook == Look::kBounds && has_bits())) {
+      hide_by_bits<C>(mask, scores);
+    } else if (kLook != Look::kNone && adds_biases()) {
       add_key_biases<C>(lane_here(), factor, 1.f, shared_.biases(keys_.stage()), scores);
       factor = 1.f;
     }
@@ -322,14 +340,14 @@ class Consumer {
     if constexpr (C::kGeneral) {
       raise = raise_maxima<C>(scores, factor, state);
       exponentiate_general<C>(factor, scores, state);
-    } else if constexpr (kLook == Look::kNone) {
+    } else if (near) [[likely]] {
       raise = exponentiate_first<C>(factor, scores, state);
     } else {
       raise = raise_maxima<C>(scores, factor, state);
       if constexpr (kLook == Look::kBounds && C::kLeavesOutHidden) {
         exponentiate_before<C>(end, factor, scores, state);
       } else {
-        exponentiate<C>(factor, scores, state);
+        exponentiate_after<C>(factor, scores, state);
       }
     }
     // Sums that tensor cores make are of rounded P: right for what they divide, too coarse for lse.
@@ -337,84 +355,52 @@ class Consumer {
     return raise;
   }
 
-  // Of the general kernel: whether products stay as they are, as there is nothing to add to them.
-  __device__ __forceinline__ bool bare_products() const {
-    const bool biases = p_.mask.data && (plan_.mask_per_key || plan_.mask_bytes != 1);
-    return !biases && !(p_.softcap > 0.f) && p_.scale > 0.f;
+  // Whether the mask has bits.
+  __device__ __forceinline__ bool has_bits() const {
+    return C::kPackedMasks && !plan_.mask_per_key;
   }
-  // What its scores are multiplied by to be powers of 2.
-  __device__ __forceinline__ float unit() const { return bare_products() ? plan_.factor : kLog2e; }
-  __device__ __forceinline__ bool has_query_mask() const {
-    return p_.mask.data && !plan_.mask_per_key;
-  }
-  // Whether a mask of Q's type with a row per query is all that it has to see to.
-  __device__ __forceinline__ bool query_biases() const {
-    return has_query_mask() && plan_.mask_bytes != 1 && !(p_.softcap > 0.f);
-  }
-
-  // Where there are registers for it, a mask with a row per query is read while products are made.
-  static constexpr bool kEarlyMasks = C::kGeneral && C::kGroups == 2;
-
-  // Scale, soft cap and mask. `pairs`: what was read early.
+  // What is needed of a tile's mask besides its product: this thread's bits, or the largest bias.
   template <Look kLook>
-  __device__ __forceinline__ void generalise(const uint32_t (&pairs)[C::kScores / 2],
-                                             float (&scores)[C::kScores]) {
-    const bool capped = kLook != Look::kBiases && p_.softcap > 0.f;
-    if (capped) cap_scores<C>(plan_.cap_in, p_.softcap, scores);
-    const float scale = capped ? 1.f : p_.scale;
-    const auto add = [&](int i, uint32_t pair) { add_biases<T>(scale, pair, scores + 2 * i); };
-    const auto select = [&](int i, uint32_t pair) { select_by_bytes(pair, scores + 2 * i); };
-    const auto use = [&](const auto& read, const auto& apply) {
-      if constexpr (kEarlyMasks) {
-#pragma unroll
-        for (int i = 0; i < C::kScores / 2; ++i) apply(i, pairs[i]);
-      } else {
-        read(apply);
-      }
-    };
-    const uint32_t tile = shared_.mask(keys_.stage());
-    const auto biases = [&](const auto& apply) { read_biases<C>(lane_here(), tile, apply); };
-    const auto bytes = [&](const auto& apply) { read_bytes<C>(lane_here(), tile, apply); };
-    if (kLook == Look::kBiases) return use(biases, add);
-    if (plan_.mask_per_key) {
-      add_key_biases<C>(lane_here(), scale, kLn2, shared_.biases(keys_.stage()), scores);
-    } else if (p_.mask.data && plan_.mask_bytes != 1) {
-      use(biases, add);
-    } else {
-      if (!(scale > 0.f)) {
-#pragma unroll
-        for (int i = 0; i < C::kScores; ++i) scores[i] *= scale;
-      }
-      if (p_.mask.data) use(bytes, select);
+  __device__ __forceinline__ uint2 read_mask(int tile) const {
+    if constexpr (C::kPackedMasks && kLook != Look::kNone) {
+      const int64_t at = int64_t{item().marks.row} * packed_->key_tiles + tile;
+      if (kLook == Look::kBits || (kLook == Look::kBounds && has_bits()))
+        return load_early(packed_->tiles + (at * (2 * C::kQueries) + (threadIdx.x - 128)) * 8);
+      if (kLook == Look::kBiases) return load_early(packed_->top + at);
     }
+    return {};
   }
-
-  // Reads a mask's part for a tile of keys that has come.
+  // Whether scores will not exceed the maxima by much.
   template <Look kLook>
-  __device__ __forceinline__ void read_early(uint32_t (&pairs)[C::kScores / 2]) const {
-    if constexpr (kEarlyMasks) {
-      const uint32_t tile = shared_.mask(keys_.stage());
-      const auto keep = [&](int i, uint32_t pair) { pairs[i] = pair; };
-      if (kLook == Look::kBiases || (has_query_mask() && plan_.mask_bytes != 1)) {
-        read_biases<C>(lane_, tile, keep);
-      } else if (has_query_mask()) {
-        read_bytes<C>(lane_, tile, keep);
-      }
-    }
+  __device__ __forceinline__ bool stays_near(const uint2& mask, const RowState& state) const {
+    if constexpr (kLook == Look::kBounds || C::kGeneral) return false;
+    if constexpr (!C::kPackedMasks || kLook == Look::kNone) return kLook == Look::kNone;
+    return is_near(kLook == Look::kBiases ? __uint_as_float(mask.x) : 0.f, state);
   }
+  // Whether biases are a product.
+  template <Look kLook>
+  static constexpr bool kMultipliesBiases =
+      C::kBiasProduct && (kLook == Look::kBounds || kLook == Look::kBiases);
 
-  // Whether V has rows past the batch entry's length, be they the next one's.
+  // The general kernel's part.
+  __device__ __forceinline__ General<T, C> general() const { return {p_, plan_}; }
+
+  // Whether V has rows past the entry's length, be they the next one's: gathered, in the last tile.
   __device__ __forceinline__ bool ends_early(const Span& span) const {
-    if (C::kGathered && p_.ragged.keys) return true;
-    return span.range.limit < p_.key_length;
+    return span.range.limit < (C::kGathered ? (span.last_tile + 1) * C::kKeys : p_.key_length);
   }
 
-  // Whether the item's keys may have biases.
-  __device__ __forceinline__ bool may_be_biased() const {
+  // Whether tiles of keys have marks.
+  __device__ __forceinline__ bool marked() const {
+    return C::kPackedMasks || (C::kGeneral && plan_.mask_per_key);
+  }
+
+  // Whether biases are added to the tile's products: of pages that are missing.
+  __device__ __forceinline__ bool adds_biases() const {
     if constexpr (C::kGathered) {
-      return item().biased;
+      return item().biased && *shared_.biased(keys_.stage());
     } else {
-      return plan_.mask_per_key;
+      return false;
     }
   }
 
@@ -473,6 +459,12 @@ class Consumer {
   __device__ __forceinline__ Descriptor described_keys() const {
     return described_by_rows<C>(shared_.k(keys_.stage())).uniform();
   }
+  template <Look kLook>
+  __device__ __forceinline__ BiasOperands bias_operands() const {
+    if (!kMultipliesBiases<kLook>) return {};
+    return {described_by_halves(shared_.bias_factors(), 0).uniform(),
+            described_by_halves(shared_.bias_rows(keys_.stage()), 128).uniform()};
+  }
   __device__ __forceinline__ Descriptor described_values() const {
     return described_by_features<C>(shared_.v(values_.stage()), shared_.base + C::kOnesAt)
         .uniform();
@@ -495,6 +487,7 @@ class Consumer {
   const Plan& plan_;
   const CUtensorMap& o_map_;
   const Shared<C>& shared_;
+  const PackedMask* const packed_;
   const Lane lane_;
   uint32_t held_[C::kHoldsQueries ? C::kDim / 16 : 1][4];  // queries
   int last_tile_;                                          // of keys that this group sees

@@ -2,8 +2,8 @@
 
 namespace flashonnx::sm90 {
 
-flashonnx_status launch_128(const Params& params, cudaStream_t stream) {
-  return launch_either<Tiling128, General128>(params, stream);
+flashonnx_status launch_128(const Params& params, void* workspace, cudaStream_t stream) {
+  return launch_one_of<Tiling128, Masked128, General128>(params, workspace, stream);
 }
 
 }  // namespace flashonnx::sm90

@@ -2,8 +2,8 @@
 
 namespace flashonnx::sm90 {
 
-flashonnx_status launch_256(const Params& params, cudaStream_t stream) {
-  return launch_either<Tiling256, General256>(params, stream);
+flashonnx_status launch_256(const Params& params, void* workspace, cudaStream_t stream) {
+  return launch_one_of<Tiling256, Masked256, General256>(params, workspace, stream);
 }
 
 }  // namespace flashonnx::sm90

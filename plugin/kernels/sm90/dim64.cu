@@ -21,9 +21,10 @@ bool prefers_short_tiles(const Params& params) {
 
 }  // namespace
 
-flashonnx_status launch_64(const Params& params, cudaStream_t stream) {
-  return prefers_short_tiles(params) ? launch_either<Short64, General64>(params, stream)
-                                     : launch_either<Tiling64, General64>(params, stream);
+flashonnx_status launch_64(const Params& params, void* workspace, cudaStream_t stream) {
+  return prefers_short_tiles(params)
+             ? launch_one_of<Short64, MaskedShort64, General64>(params, workspace, stream)
+             : launch_one_of<Tiling64, Masked64, General64>(params, workspace, stream);
 }
 
 }  // namespace flashonnx::sm90

@@ -2,8 +2,8 @@
 
 namespace flashonnx::sm90 {
 
-flashonnx_status launch_96(const Params& params, cudaStream_t stream) {
-  return launch_either<Tiling96, General96>(params, stream);
+flashonnx_status launch_96(const Params& params, void* workspace, cudaStream_t stream) {
+  return launch_one_of<Tiling96, Masked96, General96>(params, workspace, stream);
 }
 
 }  // namespace flashonnx::sm90

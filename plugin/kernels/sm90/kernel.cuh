@@ -5,30 +5,45 @@
 
 namespace flashonnx::sm90 {
 
+// Of two kernels that may be meant, whether this one is: see packed_mask.h.
+template <class C>
+__device__ __forceinline__ bool is_meant(const PackedMask& packed) {
+  bool biased = false;
+  for (int64_t tile = threadIdx.x; tile < packed.tile_count; tile += C::kThreads)
+    biased |= (packed.marks[tile] & kBiased) != 0;
+  return (__syncthreads_or(biased) != 0) == C::kGeneral;
+}
+
 template <class T, class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
     attention(const __grid_constant__ Problem p, const __grid_constant__ Plan plan,
-              const __grid_constant__ Schedule schedule, const __grid_constant__ Maps maps) {
+              const __grid_constant__ Schedule schedule, const __grid_constant__ Maps maps,
+              const __grid_constant__ PackedMask packed) {
   extern __shared__ unsigned char memory[];
   const Shared<C> shared(memory);
-  if (threadIdx.x == 0) shared.init_barriers(plan.mask_per_key);
+  const bool marked = C::kPackedMasks || (C::kGeneral && plan.mask_per_key);
+  if (threadIdx.x == 0) shared.init_barriers(marked);
   if constexpr (C::kOnes) shared.fill_ones(pack<T>(1.f, 1.f));
+  if constexpr (C::kBiasProduct) shared.fill_bias_operands(!plan.mask_per_key);
+  if constexpr (C::kMarks) {
+    // The kernel that packs its mask.
+    if (packed.tile_count > 0) wait_for_kernel_before();
+    if (packed.tile_count > 0 && !plan.mask_per_key && !is_meant<C>(packed)) return;
+  }
   __syncthreads();
   if (threadIdx.x < 128) {
     give_registers<C::kProducerRegisters>();
-    if (threadIdx.x == 0 && !plan.mask_per_key) {
-      produce<C, false>(p, plan, schedule, maps, shared);
+    if (threadIdx.x == 0 && !marked) {
+      if constexpr (!C::kPackedMasks) produce<C, false>(p, plan, schedule, maps, packed, shared);
     } else if (threadIdx.x == 0) {
-      produce<C, true>(p, plan, schedule, maps, shared);
-    } else if (threadIdx.x / 32 % 2 == 1 && plan.mask_per_key) {
-      produce_biases<C>(p, plan, shared);
-    } else if (threadIdx.x / 32 == 2 && plan.mask_per_key) {
-      find_tiles<C>(p, plan, schedule, shared);
+      if constexpr (C::kMarks) produce<C, true>(p, plan, schedule, maps, packed, shared);
+    } else if (marked && threadIdx.x / 32 == 2) {
+      if constexpr (C::kMarks) find_tiles<C>(p, plan, schedule, packed, shared);
     }
     if (threadIdx.x / 32 == 3) store_empty_tiles<T, C>(p, schedule);
   } else {
     take_registers<C::kConsumerRegisters>();
-    Consumer<T, C>(p, plan, maps.o, shared).run();
+    Consumer<T, C>(p, plan, maps.o, shared, &packed).run();
   }
 }
 

@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "kernels/sm90/gathering.h"
+#include "kernels/sm90/packed_mask.h"
 #include "kernels/sm90/tensor_map.h"
 
 namespace flashonnx::sm90 {
@@ -76,6 +77,14 @@ Gathering gathering_of(const Params& params, int keys, Problem* p, Plan* plan) {
   return gathering;
 }
 
+int64_t workspace(const Params& params) {
+  return is_gathered(params) ? 0 : packed_mask_bytes(params);
+}
+int64_t workspace_bound(const Params& maxima) {
+  const bool taken = maxima.device.arch == 90 && size_of(maxima.q.dtype) == 2;
+  return taken && !is_gathered(maxima) ? packed_mask_bound(maxima) : 0;
+}
+
 flashonnx_status launch(const Params& params, void* workspace, void* stream) {
   const auto aligned = [](const flashonnx_tensor& tensor) {
     return reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0;
@@ -91,11 +100,11 @@ flashonnx_status launch(const Params& params, void* workspace, void* stream) {
     if (dim <= 128) return launch_gathered_128(params, cuda_stream);
     return launch_gathered_256(params, cuda_stream);
   }
-  if (dim <= 64) return launch_64(params, cuda_stream);
-  if (dim <= 96) return launch_96(params, cuda_stream);
-  if (dim <= 128) return launch_128(params, cuda_stream);
-  if (dim <= 192) return launch_192(params, cuda_stream);
-  return launch_256(params, cuda_stream);
+  if (dim <= 64) return launch_64(params, workspace, cuda_stream);
+  if (dim <= 96) return launch_96(params, workspace, cuda_stream);
+  if (dim <= 128) return launch_128(params, workspace, cuda_stream);
+  if (dim <= 192) return launch_192(params, workspace, cuda_stream);
+  return launch_256(params, workspace, cuda_stream);
 }
 
 }  // namespace flashonnx::sm90

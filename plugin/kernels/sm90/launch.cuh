@@ -15,7 +15,8 @@ namespace flashonnx::sm90 {
 
 template <class T, class C>
 flashonnx_status launch_kernel(const Problem& p, const Plan& plan, const Schedule& schedule,
-                               const Maps& maps, int sm_count, cudaStream_t stream) {
+                               const Maps& maps, const PackedMask& packed, int sm_count,
+                               cudaStream_t stream) {
   constexpr int kBytes = C::kSharedBytes + C::kAlignment;
   const auto kernel = attention<T, C>;
   // Per device, so not once per process; it only writes a field of the loaded function.
@@ -26,12 +27,18 @@ flashonnx_status launch_kernel(const Problem& p, const Plan& plan, const Schedul
   config.blockDim = dim3(C::kThreads);
   config.dynamicSmemBytes = kBytes;
   config.stream = stream;
-  return cuda_status(cudaLaunchKernelEx(&config, kernel, p, plan, schedule, maps),
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = packed.tile_count > 0 ? 1 : 0;
+  return cuda_status(cudaLaunchKernelEx(&config, kernel, p, plan, schedule, maps, packed),
                      "sm90 attention kernel");
 }
 
 template <class C>
-flashonnx_status launch_tiling(const Params& params, Plan plan, cudaStream_t stream) {
+flashonnx_status launch_tiling(const Params& params, Plan plan, const PackedMask& packed,
+                               cudaStream_t stream) {
   const Problem p = problem_of(params);
   const Schedule schedule(p, plan, C::kQueries, params.device.sm_count);
   Maps maps;
@@ -54,15 +61,30 @@ flashonnx_status launch_tiling(const Params& params, Plan plan, cudaStream_t str
     FLASHONNX_RETURN_IF_ERROR(encode_mask_map(params, C::kQueries, C::kKeys, &maps.mask));
   const bool bfloat16 = params.q.dtype == FLASHONNX_BFLOAT16;
   const int sms = params.device.sm_count;
-  return bfloat16 ? launch_kernel<__nv_bfloat16, C>(p, plan, schedule, maps, sms, stream)
-                  : launch_kernel<__half, C>(p, plan, schedule, maps, sms, stream);
+  return bfloat16 ? launch_kernel<__nv_bfloat16, C>(p, plan, schedule, maps, packed, sms, stream)
+                  : launch_kernel<__half, C>(p, plan, schedule, maps, packed, sms, stream);
 }
 
-template <class C, class General>
-flashonnx_status launch_either(const Params& params, cudaStream_t stream) {
+template <class C, class Masked, class General>
+flashonnx_status launch_one_of(const Params& params, void* workspace, cudaStream_t stream) {
   const Plan plan = plan_of(params);
-  return plan.all_tiles ? launch_tiling<General>(params, plan, stream)
-                        : launch_tiling<C>(params, plan, stream);
+  // Biases that are divided by the scale shall stay in the range of float32.
+  const bool common = params.scale > 1e-6f && params.scale < 1e6f;
+  PackedMask packed = {};
+  const auto pack = [&]<class Tiles>(Tiles) {
+    return pack_mask(params, {Tiles::kQueries, Tiles::kKeys, Tiles::kBiasBytes}, workspace, stream,
+                     &packed);
+  };
+  if (common && ((plan.mask_per_key && !plan.all_tiles) || packs_rows(params))) {
+    FLASHONNX_RETURN_IF_ERROR(pack(Masked()));
+    FLASHONNX_RETURN_IF_ERROR(launch_tiling<Masked>(params, plan, packed, stream));
+    return !plan.mask_per_key && may_be_biased(params)
+               ? launch_tiling<General>(params, plan, packed, stream)
+               : ok();
+  }
+  if (!plan.all_tiles && !plan.mask_per_key) return launch_tiling<C>(params, plan, packed, stream);
+  if (plan.mask_per_key) FLASHONNX_RETURN_IF_ERROR(pack(General()));
+  return launch_tiling<General>(params, plan, packed, stream);
 }
 
 }  // namespace flashonnx::sm90

@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "kernels/common/cuda.h"
+#include "kernels/common/overlap.cuh"
 #include "kernels/sm90/gathered.cuh"
 #include "kernels/sm90/launch.h"
 #include "kernels/sm90/tensor_map.h"
@@ -48,6 +48,11 @@ flashonnx_status launch_gathered(const Params& params, cudaStream_t stream) {
   config.blockDim = dim3(C::kThreads);
   config.dynamicSmemBytes = kBytes;
   config.stream = stream;
+  cudaLaunchAttribute attribute = overlap_attribute();
+  bool overlaps = false;
+  FLASHONNX_RETURN_IF_ERROR(driver_overlaps(&overlaps));
+  config.attrs = &attribute;
+  config.numAttrs = overlaps ? 1 : 0;
   return cuda_status(cudaLaunchKernelEx(&config, kernel, p, plan, gathering, maps),
                      "sm90 gathered attention kernel");
 }

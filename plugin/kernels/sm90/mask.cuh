@@ -92,6 +92,29 @@ __device__ __forceinline__ void select_by_bytes(uint32_t pair, float* score) {
   if ((pair & 0xff00) == 0) score[1] = -INFINITY;
 }
 
+// Where it is written, long before it is needed: the assembler would put it off.
+__device__ __forceinline__ uint2 load_early(const float* from) {
+  uint2 x = {};
+  asm volatile("ld.volatile.global.b32 %0, [%1];" : "=r"(x.x) : "l"(from) : "memory");
+  return x;
+}
+__device__ __forceinline__ uint2 load_early(const unsigned char* from) {
+  uint2 x;
+  asm volatile("ld.volatile.global.v2.b32 {%0, %1}, [%2];"
+               : "=r"(x.x), "=r"(x.y)
+               : "l"(from)
+               : "memory");
+  return x;
+}
+// -infinity where the score's bit is 0.
+template <class C>
+__device__ __forceinline__ void hide_by_bits(const uint2& bits, float (&scores)[C::kScores]) {
+#pragma unroll
+  for (int i = 0; i < C::kScores; ++i) {
+    if (!((i < 32 ? bits.x : bits.y) & 1u << i % 32)) scores[i] = -INFINITY;
+  }
+}
+
 // Which of a thread's scores of a row are of keys before `end`, counted from the thread's first
 // key: bit 2 n + e is key 8 n + e.
 __device__ __forceinline__ uint32_t bits_before(int end) {

@@ -42,6 +42,11 @@ template <class C>
 __device__ __forceinline__ Descriptor described_by_rows(uint32_t shared) {
   return {(shared & 0x3ffff) >> 4 | 1u << 16, kSwizzledRows<C>};
 }
+// As well without swizzling: rows of 16 bytes, of which each is both halves of a product's
+// features; `groups` bytes from 8 rows to the next.
+__device__ __forceinline__ Descriptor described_by_halves(uint32_t shared, uint32_t groups) {
+  return {(shared & 0x3ffff) >> 4, groups / 16};
+}
 // Keys are what is summed over, 16 in one product; features are the columns of B: boxes follow one
 // another, or after the only one comes a column of ones, which is the same for all keys.
 template <class C>
@@ -106,11 +111,16 @@ __device__ __forceinline__ void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+struct BiasOperands {
+  Descriptor factors, biases;
+};
+
 // scores = Q K^T of the warpgroup's 64 queries and the tile's keys: one group, under way
-// afterwards. Queries stand in shared memory or, which spares reading them from there for each
-// tile, are held in registers.
-template <class T, class C, class Queries>
+// afterwards. Biases come last: what is added after a large one is rounded as it is. Queries stand
+// in shared memory or, which spares reading them from there for each tile, are held in registers.
+template <class T, class C, bool kBiased, class Queries>
 __device__ __forceinline__ void multiply_keys(const Queries& q, const Descriptor& k,
+                                              const BiasOperands& biases,
                                               float (&scores)[C::kScores]) {
   const auto product = [&]<int... i>(int d, uint64_t b, gmma::ScaleOut out,
                                      std::integer_sequence<int, i...>) {
@@ -132,6 +142,13 @@ __device__ __forceinline__ void multiply_keys(const Queries& q, const Descriptor
     product(d, k.plus(box * C::kKeys * C::kBoxRow + inside),
             d == 0 ? gmma::ScaleOut::Zero : gmma::ScaleOut::One,
             std::make_integer_sequence<int, C::kScores>());
+  }
+  if constexpr (kBiased) {
+    // Of this type whatever Q's is: it has the range of float32.
+    [&]<int... i>(std::integer_sequence<int, i...>) {
+      decltype(shared_product<__nv_bfloat16, C::kKeys>())::fma(
+          biases.factors.plus(0), biases.biases.plus(0), scores[i]..., gmma::ScaleOut::One);
+    }(std::make_integer_sequence<int, C::kScores>());
   }
   commit_products();
   fence_registers(scores);

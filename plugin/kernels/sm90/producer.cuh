@@ -1,5 +1,5 @@
-// The producer warpgroup: one thread drives the copy engine, one warp reads masks that do not
-// depend on the query.
+// The producer warpgroup: one thread drives the copy engine, one warp looks ahead at a mask's
+// marks.
 #pragma once
 
 #include "kernels/common/bias.cuh"
@@ -42,7 +42,7 @@ __device__ __forceinline__ void copy_mask(const Problem& p, const Plan& plan, ui
 template <class C, bool kMarked>
 __device__ __forceinline__ void produce(const Problem& p, const Plan& plan,
                                         const Schedule& schedule, const Maps& maps,
-                                        const Shared<C>& shared) {
+                                        const PackedMask& packed, const Shared<C>& shared) {
   prefetch(&maps.q), prefetch(&maps.k), prefetch(&maps.v);
   Ring<C::kQueryStages> queries;
   Ring<C::kStages> keys, values;
@@ -62,6 +62,7 @@ __device__ __forceinline__ void produce(const Problem& p, const Plan& plan,
     Item* const item = shared.item(queries.stage);
     item->work = work, item->span = span;
     if (kMarked && work.batch >= 0) {
+      item->marks.row = marks->row;
       const int end = min(span.last_tile / 32 + 1, kMarkedTiles / 32);
       for (int i = span.first_tile / 32; i < end; ++i) {
         item->marks.visible[i] = marks->visible[i];
@@ -88,6 +89,15 @@ __device__ __forceinline__ void produce(const Problem& p, const Plan& plan,
           barrier_expect(shared.k_full(keys.stage), C::kQueries * C::kKeys * plan.mask_bytes);
           copy_mask<C>(p, plan, shared.mask(keys.stage), &maps.mask, shared.k_full(keys.stage),
                        work, tile * C::kKeys);
+        }
+      }
+      if constexpr (kMarked) {
+        if (plan.mask_per_key) {
+          constexpr int kBytes = C::kKeys * C::kBiasBytes;
+          const int64_t at = int64_t{marks->row} * packed.key_tiles + tile;
+          barrier_expect(shared.k_full(keys.stage), kBytes);
+          copy_bytes(shared.bias_rows(keys.stage), packed.tiles + at * kBytes, kBytes,
+                     shared.k_full(keys.stage));
         }
       }
       copy_tile<C, C::kKeys, C::kBoxes>(shared.k(keys.stage), &maps.k, shared.k_full(keys.stage),
@@ -121,81 +131,37 @@ __device__ __forceinline__ void produce(const Problem& p, const Plan& plan,
 // By one warp: which tiles of keys each tile of queries sees.
 template <class C>
 __device__ __forceinline__ void find_tiles(const Problem& p, const Plan& plan,
-                                           const Schedule& schedule, const Shared<C>& shared) {
+                                           const Schedule& schedule, const PackedMask& packed,
+                                           const Shared<C>& shared) {
   const bool first_lane = threadIdx.x % 32 == 0;
-  if (threadIdx.x % 32 < 2) shared.found(threadIdx.x % 2)->marks.owner = -1;
   uint32_t count = 0;
   for (int turn = 0; turn <= schedule.turns; ++turn) {
     Work work = {-1, 0, 0, 0};
     const int blocks = forgotten(gridDim.x);
-    if (turn < schedule.turns && !schedule.work(turn, blockIdx.x, blocks, C::kQueries, &work))
-      continue;
-    const int owner = (p.mask.batch != 0 || p.key_lengths ? work.batch : 0) * int(p.q_heads) +
-                      (p.mask.head != 0 ? work.head : 0);
-    barrier_wait(shared.found_free(count % 2), count / 2 % 2 ^ 1);
+    // Where rows differ, so that no block gets the longest tile of each head.
+    const int block = plan.mask_per_key ? blockIdx.x : (blockIdx.x + turn / 2 * 37) % blocks;
+    if (turn < schedule.turns && !schedule.work(turn, block, blocks, C::kQueries, &work)) continue;
+    // It is a tile of queries ahead, and looking there all the time would cost consumers 5 %.
+    while (!barrier_passed(shared.found_free(count % 2), count / 2 % 2 ^ 1)) __nanosleep(500);
     Item* const item = shared.found(count % 2);
     __syncwarp();
-    const bool known = item->marks.owner == owner;
-    __syncwarp();
-    if (first_lane) item->work = work, item->marks.owner = owner;
-    __syncwarp();
-    if (!known && item->work.batch >= 0) find_marks<C>(p, plan, item->work, &item->marks);
-    __syncwarp();
-    if (first_lane && item->work.batch >= 0) {
-      Span& span = item->span = span_of<C>(forgotten(p), item->work);
+    if (first_lane) item->work = work, item->marks.row = packed.row_of(p, work, C::kQueries);
+    if (work.batch >= 0) {
+      Span span = span_of<C>(forgotten(p), work);
+      copy_marks<C>(p, packed, work, span, &item->marks);
+      __syncwarp();
       const int last = last_visible(item->marks.visible, span.last_tile, span.first_tile);
       const bool all_hidden = last < span.first_tile && span.first_tile <= span.last_tile;
       span.last_tile = all_hidden ? span.first_tile : last;
+      __syncwarp();
       // Consumers see to the rows if all keys are hidden: they get a tile all the same.
-      if (all_hidden) item->marks.visible[span.last_tile / 32] |= 1u << span.last_tile % 32;
+      if (all_hidden && first_lane)
+        item->marks.visible[span.last_tile / 32] |= 1u << span.last_tile % 32;
+      __syncwarp();
       span.first_tile = first_visible(item->marks.visible, span.first_tile, span.last_tile);
+      if (first_lane) item->span = span;
     }
     barrier_arrive(shared.found_full(count++ % 2));
-  }
-}
-
-// What the mask adds to the scores of each key of the stages of K, by two warps in turns: one needs
-// longer for a tile than consumers do.
-template <class C>
-__device__ __forceinline__ void produce_biases(const Problem& p, const Plan& plan,
-                                               const Shared<C>& shared) {
-  constexpr int kPerLane = (C::kKeys + 31) / 32;
-  const int lane = threadIdx.x % 32;
-  Found<C> found(shared);
-  Ring<C::kStages> ring;
-  bool mine = threadIdx.x / 32 == 1;
-  while (true) {
-    const Item& item = *found.next();
-    if (item.work.batch < 0) break;
-    for (int tile = item.span.last_tile; tile >= item.span.first_tile;
-         tile = last_visible(item.marks.visible, tile - 1, item.span.first_tile)) {
-      if (mine) {
-        const bool biased =
-            C::kGeneral || tile >= kMarkedTiles || item.marks.biased[tile / 32] >> tile % 32 & 1;
-        const int first = tile * C::kKeys + lane;
-        const char* at = mask_element(p, plan, item.work.batch, item.work.head, 0, first);
-        uint32_t bits[kPerLane];
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i, at += 32 * plan.mask_step) {
-          bits[i] =
-              biased && first + 32 * i < item.span.range.limit ? mask_bits(at, plan.mask_bytes) : 0;
-        }
-        float biases[kPerLane];
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i) biases[i] = mask_bias(bits[i], p.mask_dtype);
-        barrier_wait(shared.k_free(ring.stage), ring.round ^ 1);
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i) {
-          const int key = 32 * i + lane;
-          if (biased && key < C::kKeys) shared.biases(ring.stage)[key] = biases[i];
-        }
-        if (lane == 0) *shared.biased(ring.stage) = biased;
-        barrier_arrive(shared.k_full(ring.stage));
-      }
-      mine = !mine;
-      ring.advance();
-    }
-    found.done();
   }
 }
 

@@ -89,7 +89,7 @@ constexpr int kMarkedTiles = 480;
 struct Marks {
   uint32_t visible[kMarkedTiles / 32];
   uint32_t biased[kMarkedTiles / 32];
-  int32_t owner;  // the batch entry and head that they are of
+  int32_t row;  // of tiles, in the packed mask
 };
 
 // What the producer tells the consumers to do.

@@ -40,7 +40,23 @@ struct Shared {
     fence_async();
   }
   __device__ __forceinline__ float* biases(int stage) const {
-    return reinterpret_cast<float*>(memory + C::kBiasAt) + stage * C::kKeys;
+    return reinterpret_cast<float*>(memory + C::kBiasAt + stage * C::kKeys * C::kBiasBytes);
+  }
+  // As operands of a product: 8 features of each key, which are read twice, and as many of Q, which
+  // are the same for all queries.
+  __device__ __forceinline__ uint32_t bias_rows(int stage) const {
+    return base + C::kBiasAt + stage * C::kKeys * C::kBiasBytes;
+  }
+  __device__ __forceinline__ uint32_t bias_factors() const { return base + C::kFactorsAt; }
+  // By all threads; `none`: nobody will bring biases.
+  __device__ __forceinline__ void fill_bias_operands(bool none) const {
+    constexpr uint32_t kHalf = 0x3f00;  // as bfloat16
+    if (C::kBiasProduct && threadIdx.x < 8)
+      reinterpret_cast<uint4*>(memory + C::kFactorsAt)[threadIdx.x] = {kHalf << 16 | kHalf, kHalf,
+                                                                       0, 0};
+    for (int i = threadIdx.x; none && i < C::kStages * C::kKeys; i += C::kThreads)
+      reinterpret_cast<uint4*>(memory + C::kBiasAt)[i] = {};
+    fence_async();
   }
   // Whether one of the stage's biases is not 0.
   __device__ __forceinline__ int* biased(int stage) const {
@@ -74,19 +90,15 @@ struct Shared {
     return v_free(C::kStages + place);
   }
   // By one thread, before any other uses them. Consumers let go of Q by thread, as all read what is
-  // to be done with it, and of K and V by warp. `biased`: a stage of K is full when its biases are
-  // there, too, and each lane that writes them arrives.
-  __device__ __forceinline__ void init_barriers(bool biased) const {
+  // to be done with it, and of K and V by warp. `marked`: a warp finds tiles for the producer.
+  __device__ __forceinline__ void init_barriers(bool marked) const {
     for (int i = 0; i < C::kBarriers; ++i) {
       const int consumers = C::kGroups * (i < 2 * C::kQueryStages ? 128 : 4);
       barrier_init(barrier(i), i % 2 ? consumers : 1);
     }
-    if (biased) {
-      for (int stage = 0; stage < C::kStages; ++stage) barrier_init(k_full(stage), 1 + 32);
-      for (int place = 0; place < 2; ++place) {
-        barrier_init(found_full(place), 32);
-        barrier_init(found_free(place), 1 + 32 + 32);
-      }
+    for (int place = 0; marked && place < 2; ++place) {
+      barrier_init(found_full(place), 32);
+      barrier_init(found_free(place), 1);
     }
     fence_barrier_init();
   }
@@ -119,6 +131,8 @@ class PackedRing {
     return stage() == 0 ? kStages - 1 : stage() - 1;
   }
   __device__ __forceinline__ uint32_t round() const { return at_ / kStages; }
+  // So that the compiler keeps nothing that follows from it in registers.
+  __device__ __forceinline__ void forget() { asm volatile("" : "+r"(at_)); }
   __device__ __forceinline__ void advance() {
     ++at_;
     if (kTwofold) at_ %= 2 * kStages;

@@ -8,6 +8,7 @@
 
 #include <cfloat>
 
+#include "kernels/sm90/coarse.cuh"
 #include "kernels/sm90/mma.cuh"
 #include "kernels/sm90/visible.cuh"
 
@@ -66,7 +67,7 @@ __device__ __forceinline__ Raise raise_maxima(const float (&scores)[C::kScores],
 #pragma unroll
     for (int n = 1; n < C::kScores / 4; ++n)
       x = fmaxf(x, fmaxf(scores[4 * n + 2 * h], scores[4 * n + 2 * h + 1]));
-    top[h] = C::kGeneral ? x : x * factor;
+    top[h] = C::kGeneral ? x : C::kBiasProduct ? coarse(x, factor) * factor : x * factor;
     exceeds |=
         C::kGeneral ? (x - state.maximum[h]) * factor > kSlack : top[h] > state.maximum[h] + kSlack;
   }
@@ -100,6 +101,34 @@ __device__ __forceinline__ void exponentiate(float factor, float (&scores)[C::kS
 #pragma unroll
   for (int i = 0; i < C::kScores; ++i)
     scores[i] = exp2_approximate(fmaf(scores[i], factor, -state.maximum[i / 2 % 2]));
+}
+
+// Whether a tile's scores, of which the largest bias is `top`, will not exceed the maxima by more
+// than those of a tile without a mask do. In all lanes of a warp.
+__device__ __forceinline__ bool is_near(float top, const RowState& state) {
+  constexpr float kRise = 64.f;
+  const float low = fminf(state.maximum[0], state.maximum[1]);
+  const float high = fmaxf(state.maximum[0], state.maximum[1]);
+  return __all_sync(0xffffffffu, low >= fmaxf(top - kRise, -kHuge) && high <= kHuge);
+}
+
+// As well after `raise_maxima`, where maxima may be huge.
+template <class C>
+__device__ __forceinline__ void exponentiate_after(float factor, float (&scores)[C::kScores],
+                                                   const RowState& state) {
+  const auto huge = [&](int h) {
+    return fabsf(state.maximum[h]) > kHuge && state.maximum[h] > -FLT_MAX;
+  };
+  const bool rows[2] = {huge(0), huge(1)};
+  if (C::kBiasProduct && __any_sync(0xffffffffu, rows[0] || rows[1])) {
+#pragma unroll
+    for (int i = 0; i < C::kScores; ++i) {
+      // A row's other scores are huge as well, or their P is 0.
+      scores[i] = (rows[i / 2 % 2] ? coarse(scores[i]) : scores[i]) * factor;
+    }
+    factor = 1.f;
+  }
+  exponentiate<C>(factor, scores, state);
 }
 
 // P as well, where no row of the warp sees the tile's keys from `end` on: what they would take is

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "kernels/common/bias.cuh"
+#include "kernels/sm90/packed_mask.h"
 #include "kernels/sm90/shared.cuh"
 
 namespace flashonnx::sm90 {
@@ -59,6 +60,33 @@ __device__ __forceinline__ int visible_run(const Marks& marks, int tile, bool* b
   return __clz(~(visible & (*biased ? with : ~with)));
 }
 
+// Fills in the marks of a tile of queries up to the last tile that its span has, by a warp. Keys
+// with the least biases count as hidden where each of the queries sees others: their P is 0.
+template <class C>
+__device__ __forceinline__ void copy_marks(const Problem& p, const PackedMask& packed,
+                                           const Work& work, const Span& span, Marks* marks) {
+  const int lane = threadIdx.x % 32;
+  const uint8_t* const from =
+      packed.marks + int64_t{packed.row_of(p, work, C::kQueries)} * packed.key_tiles;
+  const int last_query = min(work.first_query + C::kQueries, p.q_length) - 1;
+  const int first_whole = (span.range.lower(last_query) + C::kKeys - 1) / C::kKeys;
+  const int end_whole = span.range.upper(work.first_query) / C::kKeys;
+  const int end = min(span.last_tile + 1, kMarkedTiles);
+  bool ordinary = false;
+#pragma unroll 1
+  for (int tile = first_whole + lane; tile < min(end, end_whole); tile += 32)
+    ordinary |= (from[tile] & kOrdinary) != 0;
+  ordinary = __any_sync(0xffffffffu, ordinary);
+#pragma unroll 1
+  for (int i = span.first_tile / 32; 32 * i < end; ++i) {
+    const int mark = 32 * i + lane < end ? from[32 * i + lane] : 0;
+    const bool is_seen = (mark & kSeen) && !(ordinary && (mark & kLeast));
+    const uint32_t seen = __ballot_sync(0xffffffffu, is_seen);
+    const uint32_t masked = __ballot_sync(0xffffffffu, mark & kMasked);
+    if (lane == 0) marks->visible[i] = seen, marks->biased[i] = masked;
+  }
+}
+
 // What was found, for one that uses it.
 template <class C>
 class Found {
@@ -75,49 +103,5 @@ class Found {
   const Shared<C>& shared_;
   uint32_t count_ = 0;
 };
-
-// Fills in the marks for a tile of queries, by a warp: what its mask says of the keys up to the
-// limit.
-template <class C>
-__device__ __forceinline__ void find_marks(const Problem& p, const Plan& plan, const Work& work,
-                                           Marks* marks) {
-  const int lane = threadIdx.x % 32;
-  if (lane < kMarkedTiles / 32) marks->visible[lane] = 0, marks->biased[lane] = 0;
-  __syncwarp();
-  const char* const row = mask_element(p, plan, work.batch, work.head, 0, 0);
-  const int limit = min(min(key_length_of(p, work.batch), p.key_limit), kMarkedTiles * C::kKeys);
-  // Words of four bytes of which all keys are hidden, and what is not 0 in those with a bias.
-  const int dtype = forgotten(p.mask_dtype), bytes = plan.mask_bytes;
-  const bool half = dtype == FLASHONNX_FLOAT16 || dtype == FLASHONNX_BFLOAT16;
-  const bool adds = half || dtype == FLASHONNX_FLOAT32;
-  const uint32_t hidden = dtype == FLASHONNX_FLOAT16    ? 0xfc00fc00u
-                          : dtype == FLASHONNX_BFLOAT16 ? 0xff80ff80u
-                          : adds                        ? 0xff800000u
-                                                        : 0u;
-  const uint32_t size = half ? 0x7fff7fffu : 0x7fffffffu;
-  const uint32_t ones = bytes == 1 ? 0x01010101u : bytes == 2 ? 0x00010001u : 1u;
-  const auto seen = [&](uint32_t x) { return x ^ hidden; };
-  const auto biased = [&](uint32_t x) { return adds ? x & size : (x - ones) & ~x & ones << 7; };
-  const auto mark = [&](int key, uint32_t is_seen, uint32_t is_biased) {
-    const int tile = key / C::kKeys;
-    if (is_seen) atomicOr(marks->visible + tile / 32, 1u << tile % 32);
-    if (is_biased) atomicOr(marks->biased + tile / 32, 1u << tile % 32);
-  };
-  // By 16 bytes, which are of one tile, where keys lie side by side.
-  const bool vectors = plan.mask_step == bytes && reinterpret_cast<uintptr_t>(row) % 16 == 0;
-  const int each = 16 / bytes;
-  const int whole = vectors ? limit / each : 0;
-#pragma unroll 1
-  for (int at = lane; at < whole; at += 32) {
-    const uint4 x = __ldg(reinterpret_cast<const uint4*>(row) + at);
-    mark(at * each, seen(x.x) | seen(x.y) | seen(x.z) | seen(x.w),
-         biased(x.x) | biased(x.y) | biased(x.z) | biased(x.w));
-  }
-#pragma unroll 1
-  for (int key = whole * each + lane; key < limit; key += 32) {
-    const uint32_t x = mask_bits(row + key * plan.mask_step, bytes) * ones;
-    mark(key, seen(x), biased(x));
-  }
-}
 
 }  // namespace flashonnx::sm90
