@@ -39,6 +39,10 @@ const char* refusal(const Params& params) {
     if (!mask_strides_fit(params.mask, params.batch, params.q_heads, params.q_length))
       return "reads a mask's rows at multiples of 16 bytes, keys side by side";
   }
+  // The kernel that packs a mask takes longer than what there is to gain.
+  constexpr int64_t kFewKeys = 128;
+  if (is_present(params.mask) && !is_gathered(params) && params.kv_length <= kFewKeys)
+    return "leaves masks of up to 128 keys to kernels that read them as they are";
   // Counted in 32 bits, with the blocks of a round added.
   constexpr int64_t kMostTiles = int64_t{1} << 30;
   const int64_t tiles =
