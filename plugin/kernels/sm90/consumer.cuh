@@ -174,10 +174,7 @@ class Consumer {
     bool has_biases;
     const int run = visible_run(marks, tile, &has_biases);
     if (!C::kGeneral) biased = has_biases;
-    if (skips && ends_early(item().span)) return 0;
-    // Where a bias ends scores may rise by any amount, and steps without one do not ask.
-    const int before = first_visible(marks.visible, tile + 1, last_tile_);
-    return !has_biases && has_bias(marks, before) ? 0 : run;
+    return skips && ends_early(item().span) ? 0 : run;
   }
 
   // How many tiles from this one on are plain: they, and the values of the tiles after them, need
@@ -374,7 +371,7 @@ class Consumer {
   template <Look kLook>
   __device__ __forceinline__ bool stays_near(const uint2& mask, const RowState& state) const {
     if constexpr (kLook == Look::kBounds || C::kGeneral) return false;
-    if constexpr (!C::kPackedMasks || kLook == Look::kNone) return kLook == Look::kNone;
+    if constexpr (!C::kPackedMasks) return kLook == Look::kNone;
     return is_near(kLook == Look::kBiases ? __uint_as_float(mask.x) : 0.f, state);
   }
   // Whether biases are a product.

@@ -46,10 +46,6 @@ __device__ __forceinline__ int first_visible(const uint32_t* marks, int tile, in
   return min(tile, last + 1);
 }
 
-__device__ __forceinline__ bool has_bias(const Marks& marks, int tile) {
-  return tile >= kMarkedTiles || marks.biased[tile / 32] >> tile % 32 & 1;
-}
-
 // How many tiles down from a visible one are visible, and as it is biased or not.
 __device__ __forceinline__ int visible_run(const Marks& marks, int tile, bool* biased) {
   *biased = true;
