@@ -91,11 +91,12 @@ def test_one_key_a_tile(library: Library, mask: str, head_dim: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sentinel", [-np.inf, -1e4, -6e4, -2e38])
+@pytest.mark.parametrize("sentinel", [-np.inf, -1e4, -5e5, -2e38])
 def test_more_tiles_than_marks(library: Library, sentinel: float) -> None:
     """Tiles that kernels keep no record of are walked over, whatever the mask says; finite biases hide nothing."""
+    # Of biases beyond a million the kernel for Hopper keeps a few bits, which lse would show (docs/numerics.md).
     case = Case("tiles-many", dtype="bfloat16", batch=1, heads=(1, 1), q_length=3, kv_length=128 * 518 + 5,
-                head_dim=64, mask="b11k", mask_dtype="float32")  # fmt: skip
+                head_dim=64, mask="b11k", mask_dtype="float32", lse=sentinel > -1e6 or sentinel == -np.inf)  # fmt: skip
     inputs = case.inputs()
     mask = np.full(case.kv_length, sentinel, np.float32)
     mask[[5, 128 * 300, 128 * 511 + 127, 128 * 512, 128 * 517, -1]] = 0

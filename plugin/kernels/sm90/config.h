@@ -35,7 +35,6 @@ struct Tiling {
   static constexpr bool kPackedMasks = kMasks_ == Masks::kPacked;
   static constexpr bool kMarks = kMasks_ != Masks::kNone;  // may skip tiles of keys
   static constexpr bool kGathered = false;
-  static constexpr bool kStaggers = false;
 
   // Registers of a thread: 65536 for all. Softmax and output live in the consumers'.
   static constexpr int kProducerRegisters = kGroups == 2 ? 40 : 32;
@@ -120,9 +119,9 @@ using General256 = Tiling<256, 2, 64, 2, 1, false, Masks::kGeneral>;  //        
 template <class C>
 struct Gathered : C {
   static constexpr bool kGathered = true;
-  // Two groups without turns that begin at the same moment tend to stay side by side and to want the
-  // tensor cores at the same times. One begins a product later (docs: two rhythms).
-  static constexpr bool kStaggers = !C::kTurns && C::kGroups == 2;
+  // Without turns two groups may fall into step and want the tensor cores at the same times, for as
+  // long as a tile lasts (docs: two rhythms).
+  static constexpr bool kTurns = true;
   // Tiles that were drawn, and barriers, where others keep what they found of a mask.
   static constexpr int kDrawnAt = C::kFoundAt;
   static_assert(kDrawnAt + 3 * 64 + 5 * 8 <= C::kSharedBytes);

@@ -26,10 +26,8 @@ class Consumer {
     uint32_t p[C::kScores / 2];
     clear(output);
     skip_keys();
-    if (C::kStaggers && lane_.group == 1) named_sync(1, 256);
     const uint2 mask = begin_scores(scores);
     wait_products<0>();
-    if (C::kStaggers && lane_.group == 0) named_arrive(1, 256);
     fence_registers(scores);
     RowState state = weigh_first(mask, scores);
     skip_values();
