@@ -76,8 +76,8 @@ def with_cache(op: Contributed, attributes: dict[str, Any], sinks: ir.Value | No
 def of_prompt(op: Contributed, attributes: dict[str, Any], sinks: ir.Value | None) -> Rewrite:
     """FlashAttentionKVCache with a cache as long as the prompt for one that turns Q and K, has no past and no padding.
 
-    What appends turns them, too, in a third of the time of two RotaryEmbedding of ONNX Runtime (H200). Each operator has
-    caches of its own, so that they can become its present keys and values where they are.
+    What appends turns them, too, in a third of the time of two RotaryEmbedding of ONNX Runtime (H200). Each
+    operator has caches of its own, so that they can become its present keys and values where they are.
     """
     query, key, value = _separate(op, attributes)
     kind, kv_heads = op.kind("query"), attributes["kv_num_heads"]
