@@ -220,6 +220,7 @@ WRONG: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "no tokens": ([[1]], {"max_new_tokens": 0}, "max_new_tokens is expected .* of at least 1, got 0"),
     "top_k": ([[1]], {"top_k": 100}, r"top_k is expected .* in \[0, 99\], got 100"),
     "temperature": ([[1]], {"temperature": -1.0}, "temperature is expected to be at least 0, got -1.0"),
+    "temperature inf": ([[1]], {"temperature": 1e39}, "temperature is expected to be a finite float32, got 1e"),
     "temperature NaN": ([[1]], {"temperature": float("nan")}, "temperature is expected to be a number, got NaN"),
     "top_p": ([[1]], {"top_p": 0.0}, r"top_p is expected to be in \(0, 1\], got 0.0"),
     "top_p beyond": ([[1]], {"top_p": 1.5}, r"top_p is expected to be in \(0, 1\], got 1.5"),
@@ -235,6 +236,8 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "temperature": ({"temperature": "hot"}, "temperature is expected to be a number, got 'hot'"),
     "stop": ({"stop": None}, "stop is expected to be a token number or several, got None"),
     "stops": ({"stop": [1, 2.5]}, r"stop is expected to be a token number or several, got \[1, 2.5\]"),
+    "stop or not": ({"stop": True}, "stop is expected to be a token number or several, got True"),
+    "bytes": ({"stop": b"a"}, "stop is expected to be a token number or several, got b'a'"),
     "words": ({"stop": "end"}, "stop is expected to be a token number or several, got 'end'"),
 }
 

@@ -267,6 +267,23 @@ def test_workspace_bound(library: Library, device: Device, dtype: str, random: n
         assert 0 <= library.workspace(smaller) <= bound
 
 
+def test_workspace_bound_of_masks(library: Library) -> None:
+    """A mask with a row for each head may become one that heads share, which Hopper's kernels pack."""
+    maxima = attention_params(library, HOPPER, **_arrays("float16"))
+    if not _has_kernels(library, maxima):
+        pytest.skip("built without CUDA kernels")
+    for name in ("q_heads", "kv_heads"):
+        setattr(maxima, name, 4)
+    for name in ("q_length", "kv_length", "mask_keys"):
+        setattr(maxima, name, 1024)
+    smaller = type(maxima).from_buffer_copy(maxima)
+    maxima.mask = _capi.broadcast(np.ones((2, 4, 1024, 1024), bool))
+    smaller.mask = _capi.broadcast(np.ones((2, 1, 1024, 1024), bool))
+    needed = library.workspace(smaller)
+    assert needed >= 2 * 1024 * 1024 / 8, "the mask is packed to bits"
+    assert needed <= library.workspace_bound(maxima)
+
+
 @pytest.mark.parametrize("device", [Device(CPU, sm_count=4), HOPPER], ids=["cpu", "hopper"])
 def test_memory_does_not_grow_with_the_square(library: Library, device: Device) -> None:
     """64 times the length needs at most 64 times the workspace; a (B, 1, 1, Sk) mask stays as small as it is."""

@@ -52,11 +52,13 @@ def _hide(
     """Enters the mask: as lengths where it says no more than these, which cost nothing, else as a tensor.
 
     Keys behind a length are filled with mask_filter_value on CPUs, and not read at all by ONNX Runtime's CUDA kernels.
-    A sentence of no length attends to all keys on both.
+    A sentence of no length attends to all keys on both, on CPUs with what the fill leaves of scores. Beside a bias keys
+    behind a length may be all that a query has: they stay filled.
     """
     mask, fill = op.input(name), op.attribute("mask_filter_value", _FILL)
     # Beside a past there are no lengths, and a triangle would count from them.
-    plain = not op.input("past_key") and not op.input("past") and not op.attribute("unidirectional")
+    others = [op.input(x) for x in ("past_key", "past", "attention_bias")]
+    plain = not any(x is not None for x in others) and not op.attribute("unidirectional")
     if mask is None or not plain or not -math.inf < fill <= NEGLIGIBLE or not is_lengths(op, name, sizes[0]):
         inputs["attn_mask"] = _mask(op, name, sizes, count)
         return
@@ -68,7 +70,7 @@ def _hide(
         return op.op("Where", some, given, count(), dtype=ir.DataType.INT64)
 
     made = op.shared(("sentence lengths", mask, sizes), lengths)
-    inputs |= {"nonpad_kv_seqlen": made, "attn_mask": op.input("attention_bias")}
+    inputs["nonpad_kv_seqlen"] = made
 
 
 def _causal(op: Contributed, queries: Dim, keys: Dim) -> int:

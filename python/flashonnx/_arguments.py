@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numbers
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+import numpy as np
 
 
 def whole(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
@@ -34,8 +36,11 @@ def real(name: str, value: Any) -> float:
 
 def stops(value: int | Iterable[int], words: int) -> frozenset[int]:
     """One token number, or several."""
+    given = list(value) if isinstance(value, Iterable) else [value]
     try:
-        tokens = frozenset(map(operator.index, value if isinstance(value, Iterable) else [value]))
+        if isinstance(value, (str, bytes, Mapping)) or any(isinstance(token, (bool, np.bool_)) for token in given):
+            raise TypeError
+        tokens = frozenset(map(operator.index, given))
     except TypeError:
         raise TypeError(f"Generator: stop is expected to be a token number or several, got {value!r:.40}") from None
     unknown = sorted(token for token in tokens if not 0 <= token < words)

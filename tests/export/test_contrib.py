@@ -84,6 +84,18 @@ def test_lengths(lengths: list[int]) -> None:
         np.testing.assert_allclose(run(after, inputs)[0], run(before, inputs)[0], atol=2e-3 if 0 in lengths else 2e-5)
 
 
+@pytest.mark.parametrize("bias", [-1e4, float(np.finfo(np.float32).min), -np.inf])
+def test_lengths_beside_a_bias(bias: float) -> None:
+    """Where it hides all keys of a sentence, those behind the length have their share: they stay filled."""
+    before = multi_head({"mask": ["b"], "attention_bias": [1, 1, "s", "t"]})
+    inputs = fed(before, SIZES[0], mask=np.array([2, 3], np.int32))
+    hidden = inputs["attention_bias"]
+    hidden[...] = 0
+    hidden[..., :3] = bias
+    after, _ = fuse_and_check(before)
+    np.testing.assert_allclose(run(after, inputs)[0], run(before, inputs)[0], atol=2e-3)
+
+
 @pytest.mark.parametrize("mask", [[4], [4, 0, 7, 0, 7]])
 def test_lengths_of_one_sentence(mask: list[int]) -> None:
     """A batch of one by number: its length has no axis that could be told from one of size one."""

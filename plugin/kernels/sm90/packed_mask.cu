@@ -145,9 +145,10 @@ int64_t tiles_of(int64_t count, int tile) { return (count + tile - 1) / tile; }
 int64_t key_bytes(const Params& params) {
   return count_of_masks(params) * tiles_of(params.kv_length, kLeastKeys) * (kMostKeys * 16 + 5);
 }
+// Of a mask that heads share, as all are that are packed.
 int64_t row_bytes(const Params& params) {
   const int64_t rows = params.q_length + kMostQueries;
-  return count_of_masks(params) * tiles_of(params.kv_length, kLeastKeys) *
+  return (params.mask.stride[0] != 0 ? params.batch : 1) * tiles_of(params.kv_length, kLeastKeys) *
          (rows * 16 + tiles_of(rows, 128) * 5);
 }
 
@@ -156,7 +157,7 @@ int64_t row_bytes(const Params& params) {
 bool packs_rows(const Params& params) {
   if (params.mask.dtype == FLASHONNX_NONE || !has_rows(params) || params.softcap > 0) return false;
   if (!heads_share(params)) return false;
-  if (count_of_masks(params) >= 65536 || params.q_length >= int64_t{65536} * 128) return false;
+  if (count_of_masks(params) >= 65536 || params.q_length > int64_t{65535} * 128) return false;
   // A launch takes some µs, and with biases there are two too many.
   const int64_t least = int64_t{1} << (may_be_biased(params) ? 27 : 22);
   return params.batch * params.q_heads * params.q_length >= least / params.kv_length;
@@ -168,10 +169,11 @@ int64_t packed_mask_bytes(const Params& params) {
   return key_bytes(params);
 }
 
-// A problem of one query has no rows; of a small one they are not packed.
+// A problem of one query has no rows, of a small one they are not packed; and one whose mask has a
+// row for each head may become one whose heads share them.
 int64_t packed_mask_bound(const Params& params) {
   if (params.mask.dtype == FLASHONNX_NONE) return 0;
-  return std::max(key_bytes(params), heads_share(params) ? row_bytes(params) : 0);
+  return std::max(key_bytes(params), row_bytes(params));
 }
 
 flashonnx_status pack_mask(const Params& params, const Packing& packing, void* workspace,
