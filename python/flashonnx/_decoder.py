@@ -92,7 +92,8 @@ class Decoder:
         if not caches or set(self._inputs) != inputs or not results <= set(outputs):
             raise ValueError(
                 "Generator: the model is expected to have the inputs and outputs that export_onnx(..., kv_cache=...) "
-                f"or, for a file with past keys, fuse(..., kv_cache=...) gives it, got {', '.join(self._inputs)} -> {', '.join(outputs)}"
+                "or, for a file with past keys, fuse(..., kv_cache=...) gives it, got "
+                f"{', '.join(self._inputs)} -> {', '.join(outputs)}"
             )
         for value in (*self._inputs.values(), outputs["logits"]):
             if value.type == "tensor(bfloat16)":

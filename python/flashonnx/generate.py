@@ -208,7 +208,7 @@ class Generator:
         temperature = real("temperature", temperature)
         if temperature < 0:
             raise ValueError(f"Generator: temperature is expected to be at least 0, got {temperature}")
-        if temperature > np.finfo(np.float32).max:  # -inf of a token that is ruled out, over inf, would be NaN
+        if temperature > float(np.finfo(np.float32).max):  # -inf of a token that is ruled out, over inf, would be NaN
             raise ValueError(f"Generator: temperature is expected to be a finite float32, got {temperature}")
         return Draw(temperature, top_k, top_p)
 

@@ -46,7 +46,7 @@ EXPECTED: dict[str, tuple[dict[str, object], list[int | str] | None]] = {
     "a_maskkeyonly_18": ({"scale": 0.25}, ["b", 1, 1, "s"]),
     "a_mask2d_18": ({"scale": 0.25}, ["l", "s"]),
     "b_mha_kpm_18": ({"scale": 0.25, "qkv_layout": b"time_major"}, ["b", 1, 1, "s"]),
-    "c_einsum_bqhd_18": ({"scale": 0.25, "empty_row": b"mean"}, ["b", 1, "s", "s"]),
+    "c_einsum_bqhd_18": ({"scale": 0.25, "empty_row": b"mean", "qkv_layout": b"3hd"}, ["b", 1, "s", "s"]),
     "c_nanogpt_18": ({"scale": 0.25, "is_causal": 1, "qkv_layout": b"3hd"}, None),
     "e_sdpa_20": ({"scale": 0.25}, None),
     "e_sdpa_causal_20": ({"scale": 0.25, "is_causal": 1}, None),

@@ -249,7 +249,7 @@ def _sizes(attributes: Mapping[str, Any], shapes: Mapping[str, tuple[Dim, ...]])
                 sizes["q_heads"] = sizes["kv_heads"] = q[3 if layout == "3hd" else 2]
                 width = q[4]
             else:
-                parts = 3 * heads if layout == "time_major" and isinstance(heads, int) else None
+                parts = 3 * heads if isinstance(heads, int) else None
                 if layout == "gqa" and isinstance(heads, int) and isinstance(kv_heads, int):
                     parts = heads + 2 * kv_heads
                 width = q[2] // parts if parts and isinstance(q[2], int) else None
