@@ -139,7 +139,7 @@ FAMILIES = (
         "gpt2",
         "GPT2Model",
         ("GPT2Config", _GPT),
-        attributes=({**_CAUSAL, "qkv_layout": b"3hd"},),
+        attributes=(_CAUSAL,),
     ),
     _decoder("llama", "Llama"),
     _decoder("mistral", "Mistral", {"is_causal": 1, "left_window_size": 3}, sliding_window=4),
