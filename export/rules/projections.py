@@ -64,6 +64,8 @@ def join(fusion: Fusion, node: ir.Node) -> list[ir.Node]:
     before = [made for value in node.inputs[:3] if value is not None and (made := value.producer()) is not None]
     for index, value in enumerate((packed, None, None)):
         node.replace_input_with(index, value)
+    if not any(node.inputs[3:]):  # what is missing at the end is left out: tools take '' for a name
+        node.resize_inputs(1)
     node.attributes["qkv_layout"] = ir.AttrString("qkv_layout", "3hd" if q_heads == kv_heads else "gqa")
     return before
 
