@@ -123,9 +123,8 @@ def _with_caches(model: ir.Model, kind: str, portable: bool) -> Report:
         if not left:
             raise
         raise ValueError(f"{error}; '{left[0].node}' is left as it was: {left[0].reason}") from error
-    again = fuse_ir(
-        model, portable=portable, join_projections=False
-    )  # nodes for caches in their best form, and bodies for all
+    # Nodes for caches in their best form, and bodies for all.
+    again = fuse_ir(model, portable=portable, join_projections=False)
     sites = (
         dataclasses.replace(site, kind="attention with a cache", reason="") if site.kind == KV_CACHE else site
         for site in again.sites

@@ -279,6 +279,8 @@ def test_workspace_bound_of_masks(library: Library) -> None:
     smaller = type(maxima).from_buffer_copy(maxima)
     maxima.mask = _capi.broadcast(np.ones((2, 4, 1024, 1024), bool))
     smaller.mask = _capi.broadcast(np.ones((2, 1, 1024, 1024), bool))
+    if library.supported(smaller) != "sm90":
+        pytest.skip("built without sm90")
     needed = library.workspace(smaller)
     assert needed >= 2 * 1024 * 1024 / 8, "the mask is packed to bits"
     assert needed <= library.workspace_bound(maxima)

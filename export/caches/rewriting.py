@@ -20,13 +20,13 @@ from flashonnx.export.caches.merged import keep_branch_with_past
 from flashonnx.export.caches.operators import Cache, CacheAttention
 from flashonnx.export.caches.pairs import CacheError, pairs, past_length
 from flashonnx.export.caches.past_lengths import PastLengths
+from flashonnx.export.model import configuration
 from flashonnx.export.model.build import Names
 from flashonnx.export.rules.contributed import DOMAIN as MICROSOFT
 from flashonnx.export.values.dims import Dim
 from flashonnx.export.values.facts import Facts
 
 KINDS = ("static", "paged")
-MAX_POSITIONS = "flashonnx:max_positions"  # in the model's metadata
 _SAME_NUMBERS = frozenset(["Cast", "Expand", "Identity", "Reshape", "Squeeze", "Tile", "Unsqueeze"])
 _NAMED = re.compile(r"past_key_values\.(.+)")
 
@@ -64,7 +64,7 @@ def finish(model: ir.Model, kind: str) -> list[str]:
     places.replace(sources)
     bound = _most_positions(facts, places.positions)
     if bound is not None:
-        model.metadata_props[MAX_POSITIONS] = str(bound)
+        model.metadata_props[configuration.POSITIONS] = str(bound)
     at = model.graph.inputs.index(tokens) + 1
     for index, value in enumerate(new):
         model.graph.inputs.insert(at + index, value)

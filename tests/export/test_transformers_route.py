@@ -61,7 +61,9 @@ def check_graph(path: Path, family: Family) -> None:
     known = shapes(path)
     for i, node in enumerate(nodes):
         found = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-        for name in ("q_num_heads", "kv_num_heads", "scale", *([] if any(node.input[1:3]) else ["qkv_layout"])):
+        packed = b"3hd" if found.get("q_num_heads") == found.get("kv_num_heads") else b"gqa"  # one product makes all three
+        assert found.pop("qkv_layout", b"separate") == (b"separate" if any(node.input[1:3]) else packed), node
+        for name in ("q_num_heads", "kv_num_heads", "scale"):
             found.pop(name, None)
         # Models without sdpa are eager ones, where a row without a key is the mean of V (and with a sink nearly 0).
         eager = not family.sdpa and not (len(node.input) > 7 and node.input[7])
@@ -69,12 +71,8 @@ def check_graph(path: Path, family: Family) -> None:
         assert found == {**family.attributes[i % len(family.attributes)], **rows}, node
         mask = known[node.input[3]][0] if len(node.input) > 3 and node.input[3] else None
         assert mask == family.masks[i % len(family.masks)], node
-    squares = [name for name, (dims, kind) in known.items() if kind == onnx.TensorProto.BOOL and _is_square(dims)]
-    assert not squares
-
-
-def _is_square(dims: tuple[Any, ...]) -> bool:
-    return len(dims) == 4 and isinstance(dims[3], str) and dims[2] == dims[3]
+    masks = {name: dims for name, (dims, kind) in known.items() if kind == onnx.TensorProto.BOOL and len(dims) == 4}
+    assert not [name for name, dims in masks.items() if isinstance(dims[3], str) and dims[2] == dims[3]]
 
 
 def check_results(path: Path, family: Family, eager: Any, sdpa: Any) -> None:
