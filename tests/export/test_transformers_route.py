@@ -61,7 +61,8 @@ def check_graph(path: Path, family: Family) -> None:
     known = shapes(path)
     for i, node in enumerate(nodes):
         found = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-        packed = b"3hd" if found.get("q_num_heads") == found.get("kv_num_heads") else b"gqa"  # one product makes all three
+        # One product makes all three where K and V are missing.
+        packed = b"3hd" if found.get("q_num_heads") == found.get("kv_num_heads") else b"gqa"
         assert found.pop("qkv_layout", b"separate") == (b"separate" if any(node.input[1:3]) else packed), node
         for name in ("q_num_heads", "kv_num_heads", "scale"):
             found.pop(name, None)
