@@ -33,14 +33,6 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes)
                : "memory");
 }
 
-// Of two kernels after one another: the second may start up, and waits for all of the first here.
-__device__ __forceinline__ void let_next_kernel_start() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-__device__ __forceinline__ void wait_for_kernel_before() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
 // Whether the phase of this parity is over.
 __device__ __forceinline__ bool barrier_passed(uint32_t barrier, uint32_t parity) {
   uint32_t passed;

@@ -1,6 +1,7 @@
 // The kernel: one block a multiprocessor, its warpgroups in their roles.
 #pragma once
 
+#include "kernels/common/overlap.cuh"
 #include "kernels/sm90/consumer.cuh"
 
 namespace flashonnx::sm90 {
@@ -27,7 +28,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   if constexpr (C::kBiasProduct) shared.fill_bias_operands(!plan.mask_per_key);
   if constexpr (C::kMarks) {
     // The kernel that packs its mask.
-    if (packed.tile_count > 0) wait_for_kernel_before();
+    if (packed.tile_count > 0) wait_for_predecessor();
     if (packed.tile_count > 0 && !plan.mask_per_key && !is_meant<C>(packed)) return;
   }
   __syncthreads();

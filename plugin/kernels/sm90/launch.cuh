@@ -27,11 +27,11 @@ flashonnx_status launch_kernel(const Problem& p, const Plan& plan, const Schedul
   config.blockDim = dim3(C::kThreads);
   config.dynamicSmemBytes = kBytes;
   config.stream = stream;
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &early;
-  config.numAttrs = packed.tile_count > 0 ? 1 : 0;
+  cudaLaunchAttribute attribute = overlap_attribute();
+  bool overlaps = false;
+  FLASHONNX_RETURN_IF_ERROR(driver_overlaps(&overlaps));
+  config.attrs = &attribute;
+  config.numAttrs = overlaps && packed.tile_count > 0 ? 1 : 0;
   return cuda_status(cudaLaunchKernelEx(&config, kernel, p, plan, schedule, maps, packed),
                      "sm90 attention kernel");
 }

@@ -4,8 +4,8 @@
 
 #include "kernels/common/bias.cuh"
 #include "kernels/common/cuda.h"
+#include "kernels/common/overlap.cuh"
 #include "kernels/common/problem.h"
-#include "kernels/sm90/async.cuh"
 #include "kernels/sm90/coarse.cuh"
 
 namespace flashonnx::sm90 {
@@ -27,7 +27,7 @@ __device__ __forceinline__ uint32_t pairs_of(uint32_t keys, int quad) {
 template <class Element>
 __global__ void pack_rows(View mask, Element hides, int heads, int queries, int keys, int tile_keys,
                           PackedMask packed) {
-  let_next_kernel_start();
+  let_dependents_launch();
   constexpr int kRows = 16;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int first_query = blockIdx.y * (blockDim.x / 2) + warp * kRows;
@@ -90,7 +90,7 @@ __device__ __forceinline__ float mask_number(uint32_t bits, int dtype) {
 __global__ void pack_keys(View mask, int64_t mask_key, int dtype, int bytes, int heads, int keys,
                           int tile_keys, int bias_bytes, float unit, float factor,
                           PackedMask packed) {
-  let_next_kernel_start();
+  let_dependents_launch();
   const int64_t tile = blockIdx.x;
   const int index = blockIdx.x / packed.key_tiles;
   const int in_tile = threadIdx.x;
