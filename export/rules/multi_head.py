@@ -238,4 +238,6 @@ class PackedProjection(Rule):
             inputs |= {"past_key": halves[0], "past_value": halves[1]}
         _hide(op, inputs, "mask_index", (batch, queries, keys), count)
         present = next((value for value in op.node.outputs[1:2] if is_used(value)), None)
+        if len(set(sizes[1:])) > 1 and (past is not None or present is not None):
+            raise RefusalError(f"K and V of widths {sizes[1]} and {sizes[2]} cannot lie in one tensor of past keys")
         return op.rewrite(Site(op.node, inputs, attributes, [op.node.outputs[0]], present))

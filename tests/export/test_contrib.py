@@ -370,6 +370,18 @@ def test_projecting_left(inputs: Inputs, given: dict[str, Any], reason: str) -> 
     assert reason in report.sites[0].reason, report.sites[0].reason
 
 
+@pytest.mark.parametrize("before", ["past", "present"])
+def test_past_keys_as_wide_as_values(before: str) -> None:
+    """One tensor of both says nothing of keys of one width and values of another."""
+    uneven: Inputs = {"w": [12, 40], "bias": [40], "past": [2, "b", 2, "p", 8] if before == "past" else None}
+    outputs: dict[str, Shape] = {"y": ["b", "s", 8]}
+    outputs |= {"present": [2, "b", 2, "s", 8]} if before == "present" else {}
+    original = projecting(uneven, outputs, qkv_hidden_sizes=[16, 16, 8])
+    after, report = fuse(original)
+    assert after is original
+    assert "K and V of widths 16 and 8" in report.sites[0].reason
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
