@@ -214,6 +214,15 @@ def test_a_model_that_is_fused_already(plain: Path, flashonnx_command: Command) 
     }
 
 
+def test_files_in_the_other_order(plain: Path, flashonnx_command: Command) -> None:
+    """The names in the table would be wrong; verify judges by the first one's rounding, and says so."""
+    flashonnx_command("fuse", plain, "-o", "fused.onnx")
+    said = flashonnx_command("bench", "fused.onnx", plain, "--lengths", "9", *QUICK, code=2)
+    assert f"fused.onnx has nodes of flashonnx and {plain} has none" in said
+    assert "only the first model has nodes" in flashonnx_command("verify", "fused.onnx", plain)
+    assert "only the first" not in flashonnx_command("verify", plain, "fused.onnx")
+
+
 def test_packed_tokens_are_lengths(flashonnx_command: Command, library_path: str) -> None:
     """Not a batch, though they are the first axis; the batch is how many sequences end among them."""
     onnx.save(

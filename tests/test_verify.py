@@ -13,6 +13,8 @@ import pytest
 from flashonnx import _float64
 from flashonnx._compare import rows_of
 from flashonnx._inputs import InputSpec, generate
+from flashonnx.cli._verify_page import page
+from flashonnx.cli.verify import _tell
 from onnx import TensorProto, helper, numpy_helper
 
 ort = pytest.importorskip("onnxruntime")
@@ -223,7 +225,7 @@ def test_sessions_and_files(tmp_path: Path) -> None:
     assert flashonnx.verify(first, second).ok
 
 
-def test_rows_before_the_first_token_are_judged_apart() -> None:
+def test_rows_before_the_first_token_are_judged_apart(capsys: pytest.CaptureFixture[str]) -> None:
     """Left padding under a causal mask: such rows see no key, and what they hold is a convention."""
 
     def masked(fill: float) -> onnx.ModelProto:
@@ -244,6 +246,10 @@ def test_rows_before_the_first_token_are_judged_apart() -> None:
     apart = {output.rows: output for output in verdict.outputs}
     assert apart["all"].ok and not apart["before the first token"].ok
     assert "before the first token): differs, which does not count" in str(verdict)
+    remark = apart["before the first token"].remark
+    assert "nobody reads" in remark and "worst in case" in remark  # a large error has its reason beside it
+    _tell(verdict)
+    assert remark in capsys.readouterr().out and remark in page(verdict, "a", "b")
 
 
 def test_float64_twin() -> None:

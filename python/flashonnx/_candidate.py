@@ -49,9 +49,8 @@ class Candidate:
         options.log_severity_level = 4  # what it cannot run is reported here
         if not optimised:
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        bodies = [function.node for function in self.proto.functions if function.domain != "flashonnx"]
         large = self._source is None and self.proto.ByteSize() > _PROTOBUF_LIMIT  # which `session` knows how to load
-        if large or any(_attends(nodes) for nodes in (self.proto.graph.node, *bodies)):
+        if large or is_fused(self.proto):
             return session(self._source or self.proto, self._providers, options)
         source = self._source or self.proto.SerializeToString()
         return onnxruntime.InferenceSession(source, options, providers=self._providers or default_providers())
@@ -137,6 +136,12 @@ def load(model: Any) -> onnx.ModelProto:
 
 def _name(model: Any) -> str:
     return "the model" if isinstance(model, (bytes, bytearray)) else f"'{os.fspath(model)}'"
+
+
+def is_fused(model: onnx.ModelProto) -> bool:
+    """Whether a model has nodes of flashonnx."""
+    bodies = [function.node for function in model.functions if function.domain != "flashonnx"]
+    return any(_attends(nodes) for nodes in (model.graph.node, *bodies))
 
 
 def first_line(error: Exception) -> str:

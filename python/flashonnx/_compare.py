@@ -13,6 +13,7 @@ from flashonnx._inputs import Array, Feeds
 _FLOOR = {"float64": 2.0**-50, "float32": 2.0**-21, "float16": 2.0**-9}
 _SPECIAL = (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf))
 ALL, BEFORE = "all", "before the first token"
+_UNREAD = "padding before the first token, which sees no key and nobody reads"
 
 
 @dataclass
@@ -54,6 +55,16 @@ class OutputError:
     def ok(self) -> bool:
         return not self.special and self.error <= self.allowed
 
+    @property
+    def remark(self) -> str:
+        """Why it does not count, if it does not, and what is wrong with it."""
+        found = [] if self.rows == ALL else [_UNREAD]
+        if self.special:
+            found.append(self.special)
+        elif not self.ok:
+            found.append(f"worst in case {self.worst[0]} at {list(self.worst[1])}")
+        return "; ".join(found)
+
     def __str__(self) -> str:
         rows = "" if self.rows == ALL else f" ({self.rows})"
         wrong = "DIFFERS" if self.rows == ALL else "differs, which does not count"
@@ -61,11 +72,7 @@ class OutputError:
             f"{self.name}{rows}: {'ok' if self.ok else wrong}, error {self.error:.3g}, allowed {self.allowed:.3g} "
             f"(the original's own error is {self.original_error:.3g}); fused - original {self.difference:.3g}"
         )
-        if self.special:
-            text += f"; {self.special}"
-        elif not self.ok:
-            text += f"; worst in case {self.worst[0]} at {list(self.worst[1])}"
-        return text
+        return f"{text}; {self.remark}" if self.remark else text
 
 
 def rows_of(feeds: Feeds, shape: tuple[int, ...], axes: Sequence[int] = (1,)) -> list[tuple[str, Array]]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flashonnx._candidate import Candidate, first_line
+from flashonnx._candidate import Candidate, first_line, is_fused
 from flashonnx._compare import ALL, OutputError, measure, rows_of
 from flashonnx._inputs import Array, Feeds, InputSpec, generate
 from flashonnx._progress import step
@@ -99,6 +99,11 @@ def verify(
     _same_names("input", original.inputs, fused.inputs)
     _same_names("output", original.outputs, fused.outputs)
     verdict = Verdict(True, [])
+    if is_fused(original.proto) and not is_fused(fused.proto):
+        verdict.notes.append(
+            "only the first model has nodes of flashonnx: it was taken for the original, by whose rounding the second "
+            "is judged; pass the original first"
+        )
     step("running the original")
     cases = _cases(original, inputs, dims, verdict)
     if not original.outputs:

@@ -48,7 +48,9 @@ def page(verdict: Verdict, original: str, fused: str) -> str:
         parts.append(figure(_figures.errors(verdict), _CAPTION))
     else:
         parts.append('<p class="note">For the figure: <code>pip install "flashonnx[plots]"</code></p>')
-    rows = [("" if o.ok or o.rows != "all" else "bad", [*_cells(o), name(o.name), _remark(o)]) for o in verdict.outputs]
+    rows = [
+        ("" if o.ok or o.rows != "all" else "bad", [*_cells(o), name(o.name), text(o.remark)]) for o in verdict.outputs
+    ]
     parts += ["<h2>Outputs</h2>", table(("", *_HEADS, "output", ""), rows, (1, 2, 3, 4))]
     if verdict.nodes:
         nodes = [
@@ -75,11 +77,3 @@ def _cells(error: OutputError) -> list[str]:
     numbers = (error.error, error.allowed, error.original_error, error.difference)
     state = mark(error.ok, "agrees", "differs") if error.rows == "all" else '<span class="dim">does not count</span>'
     return [state, *(f"{x:.3g}" for x in numbers)]
-
-
-def _remark(error: OutputError) -> str:
-    if error.special:
-        return text(error.special)
-    if error.rows != "all":
-        return text(error.rows)
-    return "" if error.ok else text(f"worst in case {error.worst[0]} at {list(error.worst[1])}")

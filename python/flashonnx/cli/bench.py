@@ -174,8 +174,6 @@ def _model(
     budget: float,
     threads: int,
 ) -> tuple[str, list[Result]]:
-    import onnx
-
     import flashonnx
     from flashonnx._progress import step
     from flashonnx.cli._contenders import model_contenders
@@ -185,6 +183,12 @@ def _model(
     for path in (original, fused):
         if path is not None:
             files.load(path)  # says what is wrong with it
+    fused_before = _has_nodes(original)
+    if fused_before and fused is not None and not _has_nodes(fused):
+        raise ValueError(
+            f"bench: the original is expected first, the fused file second, but {original} has nodes of flashonnx "
+            f"and {fused} has none"
+        )
     if fused is None:
         step("fusing")
         fused = scratch / "fused.onnx"
@@ -198,14 +202,20 @@ def _model(
     def judge(length: int, _: str, outputs: list[Any]) -> str:
         return _differs(outputs, answers.setdefault(length, outputs))
 
-    is_fused = any(opset.domain == "flashonnx" for opset in onnx.load(original, load_external_data=False).opset_import)
-    contenders = model_contenders(
-        original, fused, feeds, device, threads, "function bodies" if is_fused else "original"
-    )
+    name = "function bodies" if fused_before else "original"
+    contenders = model_contenders(original, fused, feeds, device, threads, name)
     order = [contenders[1], contenders[0]]  # the original's answers come first, for comparison
     results = measure(order, wanted, device, budget, wrong=judge)
     title = f"{original.name}, by {' = '.join(varied)}" if varied else f"{original.name}, whose shapes are fixed"
     return title, results
+
+
+def _has_nodes(model: Path) -> bool:
+    import onnx
+
+    from flashonnx._candidate import is_fused
+
+    return is_fused(onnx.load(model, load_external_data=False))
 
 
 def _feeds(

@@ -163,7 +163,7 @@ def _tell(verdict: Verdict) -> None:
     count = f"{len(verdict.cases)} case{'' if len(verdict.cases) == 1 else 's'}"
     say(f"The models {'agree' if verdict.ok else 'DIFFER'}", "bold green" if verdict.ok else "bold red")
     say(f"{count}, measured against {verdict.reference}\n")
-    rows = [[*_error_cells(output), output.name, _where(output)] for output in verdict.outputs]
+    rows = [[*_error_cells(output), output.name, output.remark] for output in verdict.outputs]
     heads = ["", "error", "allowed", "original's", "fused - original"]
     table([*heads, "output", ""], rows, right=(1, 2, 3, 4))
     if verdict.nodes:
@@ -187,11 +187,3 @@ def _error_cells(error: OutputError) -> list[Any]:
     state = mark(error.ok, no="differs") if error.rows == ALL else Text("does not count", "dim")
     numbers = (error.error, error.allowed, error.original_error, error.difference)
     return [state, *(f"{x:.3g}" for x in numbers)]
-
-
-def _where(error: OutputError) -> str:
-    if error.special:
-        return error.special
-    if not error.ok:
-        return f"worst in case {error.worst[0]} at {list(error.worst[1])}"
-    return "" if error.rows == "all" else error.rows
