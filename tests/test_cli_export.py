@@ -68,7 +68,7 @@ def test_a_function(models: Command) -> None:
     import flashonnx
 
     said = models("export", "models_to_export:with_axes", "-o", "out.onnx", "--report", "json", "--strict")
-    assert "1 of 1 attentions fused" in said
+    assert "1 of 1 attentions fused" in said and "every axis" not in said
     assert json.loads(Path("out.report.json").read_text())["fused"] == 1
     x = torch.randn(3, 7, 32)
     module = importlib.import_module("models_to_export")
@@ -87,6 +87,8 @@ def test_what_functions_may_return(function: str, models: Command) -> None:
     model = onnx.load("out.onnx")
     assert model.graph.input[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT16
     assert next(opset.version for opset in model.opset_import if not opset.domain) == 21
+    (note,) = done["notes"]
+    assert "every axis is as long as the example's, such as (2, 5, 32) of 'x'" in note
 
 
 def test_errors(models: Command, tmp_path: Path) -> None:

@@ -57,6 +57,15 @@ def test_sample(name: str, tmp_path: Path, library_path: str, monkeypatch: pytes
     run([sys.executable, str(SAMPLES / name / "run.py")], tmp_path)
 
 
+@pytest.mark.slow
+def test_generate_takes_the_prompt(tmp_path: Path, library_path: str) -> None:
+    """Also without a tokenizer: the texts of two prompts begin alike only if neither was read."""
+    require(*NEEDS["generate"])
+    command = [sys.executable, str(SAMPLES / "generate" / "run.py"), "--tokens", "8", "--prompt"]
+    first, second = (run([*command, prompt], tmp_path).stdout.split("\n")[1] for prompt in ("abc", "Wxy z"))
+    assert first and second and first != second
+
+
 def attention() -> onnx.ModelProto:
     """Standard attention over (batch, sequence, 32), of two heads, fused: x is query, key and value."""
     shape = ("batch", "sequence", 32)

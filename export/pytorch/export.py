@@ -115,7 +115,22 @@ def export_onnx(
     converted, notes = _by_route(model, convert)
     exported, report = converted if converted is not None else convert()
     _write(exported, target, external_data)
-    return dataclasses.replace(report, notes=(*notes, *_training(model), *report.notes))
+    return dataclasses.replace(
+        report, notes=(*notes, *_fixed(exported, dynamic_shapes), *_training(model), *report.notes)
+    )
+
+
+def _fixed(model: ir.Model, dynamic_shapes: Any) -> list[str]:
+    """What to say of inputs that are all as large as the example, for want of anything that says otherwise."""
+    shapes = [value.shape for value in model.graph.inputs if value.shape is not None and len(value.shape)]
+    if dynamic_shapes or not shapes or not all(shape.is_static() for shape in shapes):
+        return []
+    first = next(value for value in model.graph.inputs if value.shape)
+    shape = ", ".join(map(str, first.shape or ()))
+    return [
+        f"every axis is as long as the example's, such as ({shape}) of '{first.name}': dynamic_shapes says which may "
+        'vary, such as {0: "batch"}'
+    ]
 
 
 def _training(model: Any) -> list[str]:

