@@ -250,6 +250,9 @@ def _structure(w: NodeWriter, s: Signature, scores: str, sizes: _Sizes) -> tuple
 
 def _softmax(w: NodeWriter, s: Signature, scores: str, below: str | None) -> str:
     """The weights; zero (or even, over the keys below the lengths) where no key is seen."""
+    never_empty = not (s.mask or s.has("nonpad_kv_seqlen") or s.attribute("left_window_size") >= 0)
+    if never_empty and not (s.has("lse") or s.has("sinks")):
+        return w.op("Softmax", scores, axis=3)
     top = _reduce(w, s, "ReduceMax", scores)
     empty = w.op("Equal", top, w.number(-np.inf))
     zero = w.number(0.0)
@@ -263,17 +266,16 @@ def _softmax(w: NodeWriter, s: Signature, scores: str, below: str | None) -> str
         column = w.op("Add", w.op("Where", empty, zero, w.op("Mul", top, zero)), heads)
         both = w.op("Softmax", w.op("Concat", scores, column, axis=3), axis=3)
         return w.op("Slice", both, w.ints(0), w.ints(-1), w.ints(3))
-    if not (s.mask or s.has("nonpad_kv_seqlen") or s.attribute("left_window_size") >= 0):
+    if never_empty:
         return w.op("Softmax", scores, axis=3)
-    mean = s.attribute("empty_row") == "mean"
+    if s.attribute("empty_row") != "mean":
+        return w.op("Where", empty, zero, w.op("Softmax", scores, axis=3))
     fill = zero
-    if mean and below is not None:
+    if below is not None:
         fill = w.op("Where", below, zero, w.number(-np.inf))
         some = w.op("Greater", _reduce(w, s, "ReduceMax", fill), w.number(-np.inf))
         fill = w.op("Where", some, fill, zero)
     weights = w.op("Softmax", w.op("Where", empty, fill, scores), axis=3)
-    if not mean:
-        return w.op("Where", empty, zero, weights)
     if below is not None:  # no key at all below the length: nothing to take the mean of
         return w.op("Where", w.op("And", empty, w.op("Not", some)), zero, weights)
     return weights

@@ -1,4 +1,4 @@
-"""Guards that turn the row of a query without keys into zeros, as exporters put them behind the softmax."""
+"""Guards for the row of a query without keys: zeros behind the softmax, or even weights by what goes into it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def find_guard(
 
 
 def _no_key_test(facts: Facts, softmax: ir.Node, condition: ir.Value) -> list[ir.Node] | None:
-    """The nodes of a test that every score of a row is -inf, as aten's safe softmax decomposes."""
+    """The nodes of a test that every score of a row is -inf: of aten's safe softmax, decomposed, or of our bodies."""
     nodes: list[ir.Node] = []
 
     def step(value: ir.Value | None, *op_types: str) -> ir.Node | None:
@@ -51,7 +51,9 @@ def _no_key_test(facts: Facts, softmax: ir.Node, condition: ir.Value) -> list[ir
             value = node.inputs[0]
         return None
 
-    outer = step(condition, "Not", "ReduceMin")
+    outer = step(condition, "Not", "ReduceMin", "Equal")
+    if outer is not None and outer.op_type == "Equal":  # the greatest score == -inf
+        return [outer, *top] if (top := _top_test(facts, outer, softmax.inputs[0])) else None
     if outer is not None and outer.op_type == "Not":  # not any(not score == -inf)
         reduction = step(outer.inputs[0], "ReduceMax")
         inner = step(reduction.inputs[0], "Not") if reduction is not None else None
@@ -62,6 +64,30 @@ def _no_key_test(facts: Facts, softmax: ir.Node, condition: ir.Value) -> list[ir
         return None
     scores, number = equal.inputs
     return nodes if scores is softmax.inputs[0] and facts.uniform(number) == -math.inf else None
+
+
+def find_even(facts: Facts, node: ir.Node) -> list[ir.Node] | None:
+    """The nodes of the condition of a Where that puts one number in the place of a row of scores that are all -inf."""
+    condition, fill, scores = node.inputs
+    test = condition.producer() if condition is not None else None
+    number = facts.uniform(fill)
+    if test is None or test.domain or test.op_type != "Equal" or len(test.outputs[0].uses()) != 1:
+        return None
+    if number is None or not math.isfinite(number) or test.outputs[0].is_graph_output():
+        return None
+    top = _top_test(facts, test, scores)
+    return [test, *top] if top else None
+
+
+def _top_test(facts: Facts, equal: ir.Node, scores: ir.Value | None) -> list[ir.Node]:
+    """The reduction, if `equal` compares the greatest of each row of `scores` with -inf; it has no other user."""
+    for value, number in (equal.inputs, equal.inputs[::-1]):
+        top = value.producer() if value is not None else None
+        if top is None or top.domain or top.op_type != "ReduceMax" or top.inputs[0] is not scores:
+            continue
+        if facts.uniform(number) == -math.inf and over_keys(facts, top) and len(top.outputs[0].uses()) == 1:
+            return [top]
+    return []
 
 
 def over_keys(facts: Facts, node: ir.Node) -> bool:

@@ -73,8 +73,10 @@ class MaskBuilder:
         self.dtype = dtype
         self.offset = offset
 
-    def build(self, terms: Sequence[Term], guarded: bool) -> MaskInput:
+    def build(self, terms: Sequence[Term], guarded: bool, even: bool = False) -> MaskInput:
         """One mask input and structural bounds for all `terms`.
+
+        Rows of nothing but -inf are NaN, but for `guarded`, zeros, and `even`, the mean of V over all keys.
 
         Raises:
             RefusalError: they do not add up to a mask that the operator has.
@@ -88,12 +90,12 @@ class MaskBuilder:
         from_last = plan.window != NO_WINDOW and plan.base not in (grid.bases[0], 0)
         hides = any(planner.hides_wholly(term) for term in terms)
         remark = plan.remark or (
-            "a query that sees no key gives 0; it gave NaN before" if hides and not guarded else ""
+            "a query that sees no key gives 0; it gave NaN before" if hides and not (guarded or even) else ""
         )
-        made = MaskInput(None, plan.window, from_last, "mean" if plan.is_mean else "zero", remark)
+        made = MaskInput(None, plan.window, from_last, "mean" if plan.is_mean or even else "zero", remark)
         if plan.is_sum:
             return dataclasses.replace(made, value=self._expanded(self._chain(terms)))
-        if plan.window == NO_WINDOW and self.offset is None:
+        if plan.window == NO_WINDOW and self.offset is None and not even:  # with lengths the mean is over fewer keys
             made, terms = self._with_lengths(made, terms)
         fills = {term.number for term in terms if not term.is_bias}
         finite = {number for number in fills if not is_minus_infinity(number)}

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from flashonnx.export.layout.products import Product, product_of
 from flashonnx.export.layout.steps import LAYOUT_OPERATORS, is_repetition
 from flashonnx.export.layout.views import scaling
-from flashonnx.export.rules.guards import find_guard, over_keys
+from flashonnx.export.rules.guards import find_even, find_guard, over_keys
 from flashonnx.export.values.dims import Dim
 from flashonnx.export.values.facts import Facts
 
@@ -39,7 +39,7 @@ class Scores:
     """softcap * tanh(scale / softcap * product), then `terms` in order, then softmax.
 
     `layouts` reshape the scores, from the softmax back; `sink` is a column that is put behind them
-    before the softmax, or before them if it `leads`.
+    before the softmax, or before them if it `leads`; `even`: in rows of nothing but -inf all keys weigh the same.
     """
 
     product: Product
@@ -50,6 +50,7 @@ class Scores:
     layouts: tuple[ir.Node, ...] = ()
     sink: ir.Value | None = None
     leads: bool = False
+    even: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +98,7 @@ class _State:
     layouts: tuple[ir.Node, ...] = ()
     sink: ir.Value | None = None
     leads: bool = False
+    even: bool = False
 
 
 class _Walk:
@@ -111,8 +113,9 @@ class _Walk:
         if product is not None:
             scale = state.factor * product.factor * (state.softcap or 1.0)
             return Scores(
-                product, scale, state.softcap, state.terms, (*state.nodes, node), state.layouts, state.sink, state.leads
-            )
+                product, scale, state.softcap, state.terms, (*state.nodes, node), state.layouts, state.sink,
+                state.leads, state.even,
+            )  # fmt: skip
         state = dataclasses.replace(state, nodes=(*state.nodes, node))
         scaled = scaling(self.facts, node)
         if scaled is not None:
@@ -165,7 +168,7 @@ class _Walk:
         rank, axis = self.facts.rank(node.outputs[0]), node.attributes["axis"].as_int()
         if len(node.inputs) != 2 or rank is None or axis not in (-1, rank - 1):
             raise RefusalError(f"Concat '{node.name}' stands between the product and the softmax")
-        if state.terms or state.layouts or state.sink or state.softcap or state.factor != 1.0:
+        if state.terms or state.layouts or state.sink or state.softcap or state.factor != 1.0 or state.even:
             raise RefusalError(f"the scores are changed after a column was put beside them ('{node.name}')")
         for scores, sink in ((0, 1), (1, 0)):
             dims = self.facts.dims(node.inputs[sink])
@@ -202,6 +205,9 @@ class _Walk:
 
     def _where(self, node: ir.Node, state: _State) -> Scores:
         condition = _input(node, 0)
+        if state == _State(nodes=state.nodes) and (test := find_even(self.facts, node)) is not None:
+            found = dataclasses.replace(state, nodes=(*state.nodes, *test), even=True)
+            return self.back(_input(node, 2), found)
         for constant, scores, inverted in ((1, 2, False), (2, 1, True)):
             number = self.facts.uniform(node.inputs[constant])
             if number is not None and not self.facts.is_fixed(node.inputs[scores]):

@@ -65,10 +65,11 @@ class DecomposedAttention(Rule):
         builder = fusion.builder(softmax)
         terms, axes = _terms(facts, scores, weights, roles, found, builder)
         layout = found.layout_attributes()
-        alike = (softmax.graph, terms, axes, dtype, weights.guarded)
+        alike = (softmax.graph, terms, axes, dtype, weights.guarded, scores.even)
         mask = fusion.masks.get(alike)
         if mask is None:
-            mask = MaskBuilder(facts, fusion.reducer, builder, axes, key, dtype).build(terms, weights.guarded)
+            masks = MaskBuilder(facts, fusion.reducer, builder, axes, key, dtype)
+            mask = masks.build(terms, weights.guarded, scores.even)
         attributes = {
             "scale": scale,
             "softcap": scores.softcap,
