@@ -265,10 +265,10 @@ def remove_unused(nodes: list[ir.Node]) -> None:
 
 def _attach(fusion: Fusion, fused: list[ir.Node], portable: bool) -> list[str]:
     """Imports the domain and adds the portable bodies; what could not be done, in words."""
-    notes: list[str] = []
+    without: dict[str, list[str]] = {}  # nodes by why they have no body
     model = fusion.model
     if not fused:
-        return notes
+        return []
     for holder in {_holder(model, node) for node in fused}:
         holder.opset_imports.setdefault(schema.DOMAIN, schema.VERSION)
     model.opset_imports.setdefault(schema.DOMAIN, schema.VERSION)
@@ -277,14 +277,17 @@ def _attach(fusion: Fusion, fused: list[ir.Node], portable: bool) -> list[str]:
             try:
                 portable_bodies.attach(model, fusion.facts, node)
             except Exception as error:  # the model is fused all the same
-                notes.append(f"no portable body: {error or type(error).__name__}")
+                without.setdefault(str(error) or type(error).__name__, []).append(node.name or node.op_type)
     used = {node.op_identifier() for node in _all_nodes(model)}
     for identifier in [key for key in model.functions if key[0] == schema.DOMAIN and key not in used]:
         del model.functions[identifier]
     for graph in {id(node.graph): node.graph for node in fused}.values():
         if graph is not None and not _is_sorted(graph):
             graph.sort()
-    return notes
+    return [
+        f"no portable body for '{names[0]}'{f' and {len(names) - 1} more' if names[1:] else ''}: {why}"
+        for why, names in without.items()
+    ]
 
 
 def _all_nodes(model: ir.Model) -> Iterator[ir.Node]:

@@ -74,6 +74,17 @@ def test_strict(plain: Path, flashonnx_command: Command) -> None:
     flashonnx_command("fuse", "exposed.onnx", "-o", "same.onnx", "--strict", code=1)
 
 
+def test_unfuse_says_once_why_nodes_are_left(flashonnx_command: Command) -> None:
+    layers = "\n".join(
+        f"y{i} = flashonnx.FlashAttentionVarlen<q_num_heads=4, kv_num_heads=4>(x, x, x, ends)" for i in range(3)
+    )
+    text = f"""<ir_version: 10, opset_import: ["" : 20, "flashonnx" : 1]>
+        g (float[t,32] x, int32[e] ends) => (float[t,32] y0, float[t,32] y1, float[t,32] y2) {{ {layers} }}"""
+    onnx.save(onnx.parser.parse_model(text), "packed.onnx")
+    said = flashonnx_command("unfuse", "packed.onnx", "-o", "plain.onnx", code=1)
+    assert said.count("packs sequences") == 1 and "and 2 more: " in said
+
+
 def test_verify_of_wrong_models(plain: Path, flashonnx_command: Command) -> None:
     onnx.save(written_out(scale=0.26), "wrong.onnx")
     said = flashonnx_command("verify", plain, "wrong.onnx", code=1)

@@ -239,6 +239,28 @@ def test_a_library_without_cuda_says_so(
         assert ("kernel cpu on the CPU" in text) == (not arguments)
 
 
+def test_what_no_attention_has_is_said_once(flashonnx_command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three kinds of attention, and one reason for all."""
+    kinds = [node_model(dict.fromkeys("qkv", (FLOAT, ("b", 4, "s", size))), list("qkv")) for size in (16, 32, 64)]
+    whole = kinds[0]
+    for i, other in enumerate(kinds[1:]):
+        part = onnx.compose.add_prefix(other, f"{i}_")
+        for field in ("node", "input", "output"):
+            getattr(whole.graph, field).extend(getattr(part.graph, field))
+    onnx.save(whole, "three.onnx")
+    said = "FlashAttention: this build of the library has no kernels for the device"
+
+    def supported(self: Library, params: Any) -> str:
+        if params.device.kind == CUDA:
+            raise NotImplementedError(said)
+        return "cpu"
+
+    monkeypatch.setattr(Library, "supported", supported)
+    text = flashonnx_command("inspect", "three.onnx")
+    assert text.count("heads of") == 3 and text.count(said) == 1
+    assert text.count("no kernel for any on 8.0, ") == 1 and text.count("kernel cpu on the CPU") == 3
+
+
 def test_answers_are_those_of_the_seam(library: Library) -> None:
     """The problem that is described is the one the library is asked about: sizes, strides, features."""
     inputs = dict.fromkeys("qkv", (HALF, ("b", "s", 256))) | {"mask": (HALF, (1, 8, "s", "s"))}

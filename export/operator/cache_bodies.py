@@ -76,21 +76,21 @@ def signature_of(facts: Facts, node: ir.Node, opset: int) -> CacheSignature:
     given = dict(zip(_INPUTS, node.inputs, strict=False))
     for name in ("block_table", "cu_seqlens_q"):
         if given.get(name) is not None:
-            raise ValueError(f"'{node.name}' has {name}, which has no form in standard operators; it needs the library")
+            raise ValueError(f"its {name} has no form in standard operators; it needs the library")
     if opset < _MINIMUM_OPSET:
         raise ValueError(f"opset {opset} is below {_MINIMUM_OPSET}")
     attributes = {name: attribute.value for name, attribute in node.attributes.items()}
     query, keys, values = (facts.dims(given[name]) for name in ("Q", "key_cache", "value_cache"))
     dtype, mask = facts.dtype(given["Q"]), given.get("attn_mask")
     if query is None or dtype is None or keys is None or values is None:
-        raise ValueError(f"the shapes of Q and of the caches of '{node.name}' are not known")
+        raise ValueError("the shapes of its Q and of its caches are not known")
     heads = query[1].value if len(query) == 4 else attributes.get("q_num_heads")
     kv_heads, size, value_size = keys[1].value, keys[3].value, values[3].value
     if heads is None or kv_heads is None or size is None or value_size is None:
-        raise ValueError(f"the heads and sizes of '{node.name}' are not known")
+        raise ValueError("its heads and sizes are not known")
     mask_dims, mask_type = facts.dims(mask), facts.dtype(mask)
     if mask is not None and (mask_dims is None or mask_type is None):
-        raise ValueError(f"the rank of the mask of '{node.name}' is not known")
+        raise ValueError("the rank of its mask is not known")
     return CacheSignature(
         opset,
         tuple(name for name in _INPUTS if given.get(name) is not None),

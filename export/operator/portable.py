@@ -98,7 +98,7 @@ def signature_of(facts: Facts, node: ir.Node, opset: int) -> Signature:
     dims += [None] * (len(schema.INPUTS) - len(dims))
     query, dtype = dims[0], facts.dtype(node.inputs[0])
     if query is None or dtype is None:
-        raise ValueError(f"the type or rank of Q of '{node.name}' is not known")
+        raise ValueError("the type or rank of its Q is not known")
     rank = len(query)
     by_name = dict(zip(schema.INPUTS, [*node.inputs, *[None] * len(schema.INPUTS)], strict=False))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 from collections.abc import Mapping
@@ -129,14 +130,21 @@ class Report:
         return ", ".join(parts) + (f" (at {lengths})" if parts and lengths else "")
 
     def lines(self) -> list[tuple[str, str]]:
-        """The text, line by line, each with what it is: summary, savings, fused, left, reason or note."""
+        """The text, line by line, each with what it is: summary, savings, fused, left, reason or note.
+
+        What holds for several sites is said once, beside the first of them.
+        """
         lines = [("summary", self.summary)]
         lines += [("savings", f"  {self.savings}")] if self.savings else []
-        for site in self.sites:
+        remarks = {i: (site.reason, site.mask_remark(self.lengths)) for i, site in enumerate(self.sites)}
+        left = collections.Counter(text for texts in remarks.values() for text in texts)  # to be said once
+        for i, site in enumerate(self.sites):
             what = f"{site.kind} -> {site.became}" if site.became else site.kind
             lines.append(("fused" if site.fused else "left", f"{site.node}: {what}"))
-            said = (site.reason, site.mask_remark(self.lengths))
-            lines += [("reason", f"         {text}") for text in said if text]
+            for text in remarks[i]:
+                more = left.pop(text, 0) - 1
+                if text and more >= 0:
+                    lines.append(("reason", f"         {text}{f' (the same for {more} more)' if more else ''}"))
         return lines + [("note", f"note: {note}") for note in self.notes]
 
     def __str__(self) -> str:

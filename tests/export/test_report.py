@@ -30,6 +30,20 @@ def test_counts_and_text() -> None:
         assert word in text
 
 
+def test_what_holds_for_every_layer_is_said_once() -> None:
+    """Reasons and remarks beside the first, with the number of others; notes of bodies with theirs."""
+    sites = [Site(f"layer{i}", "Attention", i > 3, "the same" if i != 2 else "another") for i in range(6)]
+    text = str(Report(tuple(sites)))
+    assert text.count("the same (the same for 4 more)") == text.count("the same") - 1 == 1
+    assert text.index("another") > text.index("layer2") and "another (" not in text
+    layers = "\n".join(
+        f"y{i} = flashonnx.FlashAttentionVarlen<q_num_heads=4, kv_num_heads=4>(x, x, x, ends)" for i in range(3)
+    )
+    _, report = fuse(parse(layers, "float[t,32] x, int32[e] ends", "float[t,32] y2", 20))
+    assert report.fused == 3 and len(report.notes) == 1
+    assert "and 2 more: FlashAttentionVarlen packs sequences" in report.notes[0]
+
+
 def test_nothing_found() -> None:
     assert str(Report()) == "no attention found: the model is unchanged"
 

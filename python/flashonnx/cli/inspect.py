@@ -174,13 +174,23 @@ def _tell(rows: list[Row], sizes: dict[str, int], devices: list[int], missing: s
     groups: dict[Any, list[Row]] = {}
     for i, row in enumerate(rows):
         groups.setdefault((i if every else 0, row.alike()), []).append(row)
+    lacks = {_lacks(group[0], missing) for group in groups.values() if group[0].attention is not None}
+    same = lacks.pop() if len(lacks) == 1 and len(groups) > 1 else None  # of all: said once, at the end
     for group in groups.values():
         say("")
-        _tell_group(group, missing)
+        _tell_group(group, missing if same is None else None)
+    if same:
+        say(Text.assemble((f"\nno kernel for any on {same[0]}: ", "bold red"), same[1]))
 
 
-def _tell_group(group: list[Row], missing: str) -> None:
-    """Lines that fit any terminal."""
+def _lacks(row: Row, missing: str) -> tuple[str, str] | None:
+    """Devices without a kernel for a fused attention, and why."""
+    on = [_short(arch) if arch else "the CPU" for arch, (name, _) in row.kernels.items() if not name]
+    return (", ".join(on), missing or _why(row)) if on else None
+
+
+def _tell_group(group: list[Row], missing: str | None) -> None:
+    """Lines that fit any terminal; without what has no kernel, if `missing` is None."""
     row = group[0]
     more = f" and {len(group) - 1} more alike" if len(group) > 1 else ""
     say(Text.assemble((row.site.node, "bold"), more, (f"  {row.site.kind}", "dim")))
@@ -203,8 +213,8 @@ def _tell_group(group: list[Row], missing: str) -> None:
     parts = [f"{name} on {', '.join(on)}" for name, on in found.items() if name]
     if parts:
         say(Text.assemble("  kernel ", ("; ".join(parts), "green")))
-    if "" in found:
-        say(Text.assemble((f"  no kernel on {', '.join(found[''])}: ", "bold red"), missing or _why(row)))
+    if missing is not None and (lack := _lacks(row, missing)) is not None:
+        say(Text.assemble((f"  no kernel on {lack[0]}: ", "bold red"), lack[1]))
 
 
 def _why(row: Row) -> str:

@@ -29,8 +29,11 @@ def unfuse(
         emit(json_module.loads(report.to_json()) | {"output": output})
     else:
         say(f"{report.total - report.fused} of {report.total} FlashAttention nodes are standard operators again")
+        left: dict[str, list[str]] = {}  # by the reason
         for site in report.sites:
             if site.fused:
-                say(f"  left  {site.node}: {site.reason}")
+                left.setdefault(site.reason, []).append(site.node)
+        for reason, nodes in left.items():
+            say(f"  left  {nodes[0]}{f' and {len(nodes) - 1} more' if nodes[1:] else ''}: {reason}")
     if report.fused:
         raise typer.Exit(1)
