@@ -250,12 +250,11 @@ def _structure(w: NodeWriter, s: Signature, scores: str, sizes: _Sizes) -> tuple
 
 def _softmax(w: NodeWriter, s: Signature, scores: str, below: str | None) -> str:
     """The weights; zero (or even, over the keys below the lengths) where no key is seen."""
-    never_empty = not (s.mask or s.has("nonpad_kv_seqlen") or s.attribute("left_window_size") >= 0)
-    if never_empty and not (s.has("lse") or s.has("sinks")):
-        return w.op("Softmax", scores, axis=3)
-    top = _reduce(w, s, "ReduceMax", scores)
-    empty = w.op("Equal", top, w.number(-np.inf))
+    may_be_empty = s.mask or s.has("nonpad_kv_seqlen") or s.attribute("left_window_size") >= 0
     zero = w.number(0.0)
+    if s.has("lse") or (may_be_empty and not s.has("sinks")):
+        top = _reduce(w, s, "ReduceMax", scores)
+        empty = w.op("Equal", top, w.number(-np.inf))
     if s.has("lse"):
         finite_top = w.op("Where", empty, zero, top)
         total = _reduce(w, s, "ReduceSum", w.op("Exp", w.op("Sub", scores, finite_top)))
@@ -263,10 +262,10 @@ def _softmax(w: NodeWriter, s: Signature, scores: str, below: str | None) -> str
         w.op("Squeeze", lse, w.ints(3), to="lse")
     if s.has("sinks"):
         heads = w.op("Reshape", "sinks", w.ints(1, -1, 1, 1))
-        column = w.op("Add", w.op("Where", empty, zero, w.op("Mul", top, zero)), heads)
-        both = w.op("Softmax", w.op("Concat", scores, column, axis=3), axis=3)
+        rows = w.op("Concat", w.size(scores, 0), w.ints(1), w.size(scores, 2), w.ints(1), axis=0)
+        both = w.op("Softmax", w.op("Concat", scores, w.op("Expand", heads, rows), axis=3), axis=3)
         return w.op("Slice", both, w.ints(0), w.ints(-1), w.ints(3))
-    if never_empty:
+    if not may_be_empty:
         return w.op("Softmax", scores, axis=3)
     if s.attribute("empty_row") != "mean":
         return w.op("Where", empty, zero, w.op("Softmax", scores, axis=3))

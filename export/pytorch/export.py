@@ -175,16 +175,20 @@ def _with_cache(
             f"export_onnx: kv_cache is for generating, and this {type(model).__name__} is in training mode, in which "
             "its Dropout would draw at every step: call model.eval() first"
         )
-    module, route, arguments = kv_cache.prepared(model, args, kind, dict(kw.pop("kwargs", None) or {}))
+    more = dict(kw.pop("kwargs", None) or {})
+    module, route, arguments = kv_cache.prepared(model, args, kind, more)
     table = torch_nodes.table() | kv_cache.table() | (kw.pop("custom_translation_table", None) or {})
     kw = {"verbose": False} | kw | arguments | {"dynamo": True, "custom_translation_table": table}
     try:
         with route, _quiet(), _plain_modules(), torch.no_grad():
             exported = torch.onnx.export(module, **kw).model
+            unproved = _prove_rows(exported)  # before tables of all sentences' angles are made
             report = _fuse(exported, portable)
     except Exception as error:
         why = transformers_route.why_not(route, error)
         raise CacheExportError(f"export_onnx: {type(model).__name__} with kv_cache: {why}") from error
+    if unproved and not more:
+        raise CacheExportError(f"export_onnx: {type(model).__name__} with kv_cache: {unproved}")
     others = [site for site in report.sites if site.kind != KV_CACHE]
     if others:
         raise CacheExportError(f"export_onnx: '{others[0].node}' ({others[0].kind}) attends without kv_cache")
@@ -193,8 +197,24 @@ def _with_cache(
         exported.metadata_props[configuration.POSITIONS] = str(positions)
     _write(exported, target, external_data)
     sites = tuple(dataclasses.replace(site, kind="attention with a cache", reason="") for site in report.sites)
-    notes = (*(f"transformers: {remark}" for remark in route.remarks), *report.notes)
-    return dataclasses.replace(report, sites=sites, notes=notes)
+    notes = [f"transformers: {remark}" for remark in route.remarks]
+    if unproved:
+        notes.append(f"with these kwargs for prompts of equal length only: {unproved}")
+    return dataclasses.replace(report, sites=sites, notes=(*notes, *report.notes))
+
+
+def _prove_rows(model: ir.Model) -> str:
+    """Why a sentence may get something else in an uneven batch than by itself; "" if it is proved to get the same."""
+    from flashonnx.export.caches import rows
+    from flashonnx.export.caches.pairs import CacheError
+
+    values = [*model.graph.inputs, *model.graph.outputs]
+    tokens = next(value for value in values if value.name == "input_ids")
+    try:
+        rows.prove(model, tokens, {value for value in values if (value.name or "").startswith("present.")})
+    except CacheError as error:
+        return str(error).removeprefix("fuse: kv_cache: ")
+    return ""
 
 
 def _by_route(

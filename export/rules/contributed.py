@@ -17,7 +17,13 @@ Count = Callable[[], ir.Value]
 
 
 class Contributed:
-    """One operator being rewritten; new nodes go to `builder` and are known to the facts at once."""
+    """One operator being rewritten; new nodes go to `builder` and are known to the facts at once.
+
+    Attributes:
+        remark: what the user should know of the replacement.
+    """
+
+    remark = ""
 
     def __init__(self, fusion: Fusion, node: ir.Node, names: Sequence[str]) -> None:
         self.fusion = fusion
@@ -90,6 +96,7 @@ class Contributed:
 
     def rewrite(self, site: Site) -> Rewrite:
         """The replacement of the operator; only then do others share what was made for it."""
+        site.remark = site.remark or self.remark
         result = rewrite_site(self.fusion, site, self.builder)
         self.fusion.masks.update(self._made)
         return result

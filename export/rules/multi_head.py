@@ -27,6 +27,7 @@ from flashonnx.export.values.dims import Dim
 _BUFFER = "a cache in one tensor for keys and values that is written in place has no place in the operator"
 _BEAMS = "beams that are picked from a cache have no place in the operator"
 _FILL = -10000.0  # what mask_filter_value is by default
+_SWALLOWS = -1e30  # of what is added to this in float32 nothing is left
 
 
 def _attributes(op: Contributed, heads: int) -> dict[str, Any]:
@@ -69,6 +70,11 @@ def _hide(
         some = op.test("Greater", given, op.builder.ints([0]))
         return op.op("Where", some, given, count(), dtype=ir.DataType.INT64)
 
+    if fill <= _SWALLOWS:
+        op.remark = (
+            "a sentence of length 0 attends to all keys, as in ONNX Runtime's CUDA kernels; with a mask_filter_value "
+            f"of {fill:.3g} its CPU kernel gives the mean of V"
+        )
     made = op.shared(("sentence lengths", mask, sizes), lengths)
     inputs["nonpad_kv_seqlen"] = made
 

@@ -191,9 +191,25 @@ def test_training_mode_is_refused(tmp_path: Path) -> None:
 def test_last_logits_alone(tmp_path: Path) -> None:
     """What the model takes besides goes into every call."""
     model, path = made("llama"), tmp_path / "last.onnx"
-    flashonnx.export_onnx(model, (), path, kv_cache="static", kwargs={"logits_to_keep": 1})
+    report = flashonnx.export_onnx(model, (), path, kv_cache="static", kwargs={"logits_to_keep": 1})
+    assert "for prompts of equal length only: Slice" in report.notes[0]
     generation = Generation(path, 1, library=has_library())
     assert generation.step(np.array(PROMPTS[:1])).shape == (1, 1, 99)
+
+
+def test_what_looks_across_tokens_is_refused(tmp_path: Path) -> None:
+    """A mean over the new tokens would take in the padding of a shorter prompt."""
+
+    class Centred(transformers.LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out = super().forward(*args, **kwargs)
+            out.logits = out.logits - out.logits.mean(1, keepdim=True)
+            return out
+
+    model = Centred(made("llama").config).eval()
+    with pytest.raises(CacheExportError, match=r"ReduceMean .* looks across the new tokens"):
+        flashonnx.export_onnx(model, (), tmp_path / "x.onnx", kv_cache="static")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(not has_library(), reason="pages need the library")
