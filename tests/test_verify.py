@@ -12,7 +12,7 @@ import onnx
 import pytest
 from flashonnx import _float64
 from flashonnx._compare import rows_of
-from flashonnx._inputs import InputSpec, generate
+from flashonnx._inputs import InputSpec, generate, symbols_of
 from flashonnx.cli._verify_page import page
 from flashonnx.cli.verify import _tell
 from onnx import TensorProto, helper, numpy_helper
@@ -293,9 +293,24 @@ def test_generated_inputs() -> None:
         assert (feeds["position_ids"][0] == p + np.arange(s)).all() and not feeds["token_type_ids"].any()
     assert first[2][1]["attention_mask"][:, 0].all() and not first[2][1]["attention_mask"].all()  # padded on the right
     assert first[3][1]["attention_mask"][:, -1].all() and not first[3][1]["attention_mask"].all()  # and on the left
-    odd = [InputSpec("x", np.dtype("float32"), ("floor(a/b)",))]
+    odd = [InputSpec("x", np.dtype("float32"), ("floor(a/b)", "a"))]
     with pytest.raises(ValueError, match=r"input 'x' has a dimension 'floor.*pass inputs"):
         list(generate(odd, None))
+
+
+@pytest.mark.parametrize("kind", ["bool", "int64", "float32", "float16"])
+def test_single_numbers_are_arrays(kind: str) -> None:
+    """ONNX Runtime takes no NumPy scalars."""
+    for _, feeds in generate([InputSpec("flag", np.dtype(kind), ())], None):
+        assert isinstance(feeds["flag"], np.ndarray) and feeds["flag"].dtype == kind and feeds["flag"].shape == ()
+
+
+def test_names_of_dimensions_that_are_no_identifiers() -> None:
+    shape = ("batch size", "seq-len", "3D")
+    specs = [InputSpec("x", np.dtype("float32"), shape), InputSpec("y", np.dtype("float32"), shape[:2])]
+    assert symbols_of(specs) == list(shape)
+    ((sizes, feeds),) = generate(specs, {"batch size": [2], "seq-len": [5], "3D": [4]})
+    assert feeds["x"].shape == (2, 5, 4) and feeds["y"].shape == (2, 5) and sizes["seq-len"] == 5
 
 
 @pytest.mark.parametrize(

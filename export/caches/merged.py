@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 from flashonnx.export.caches.pairs import CacheError, read_by
+from flashonnx.export.model.build import called
 
 _SAME = frozenset(["Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Gather"])
 
@@ -28,7 +29,7 @@ def keep_branch_with_past(model: ir.Model) -> list[str]:
         more = sorted(value.name or "" for value in inputs[1 - index] - inputs[index])
         if more:
             raise CacheError(
-                f"'{node.name or node.outputs[0].name}' chooses between decoders with and without a past, and the "
+                f"'{called(node)}' chooses between decoders with and without a past, and the "
                 f"latter reads {', '.join(more)} besides: take the file of the decoder with a past and its mate"
             )
         _forget(branches[1 - index])

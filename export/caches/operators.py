@@ -10,7 +10,7 @@ from flashonnx.export.caches.pairs import CacheError, Pair, same
 from flashonnx.export.masks.forms import Affine
 from flashonnx.export.masks.positions import form_of
 from flashonnx.export.masks.reducer import is_true, is_zero
-from flashonnx.export.model.build import Builder, Names
+from flashonnx.export.model.build import Builder, Names, called
 from flashonnx.export.operator import schema
 from flashonnx.export.operator.cache_schema import CACHE_INPUTS, KV_CACHE
 from flashonnx.export.values.dims import Dim
@@ -74,7 +74,7 @@ class CacheAttention:
         if keys is None and values is None:
             return None
         if keys is None or values is None:
-            raise CacheError(f"'{node.name}' reads past {'values' if keys is None else 'keys'} alone")
+            raise CacheError(f"'{called(node)}' reads past {'values' if keys is None else 'keys'} alone")
         return keys, values
 
     def _read(self, value: ir.Value | None) -> Pair | None:
@@ -105,23 +105,23 @@ class CacheAttention:
         mask, lengths = inputs.get("attn_mask"), inputs.get("nonpad_kv_seqlen")
         if mask is not None and not self._sees_all(mask):
             raise CacheError(
-                f"'{node.name}' has a mask or bias that is more than a triangle or a window ('{mask.name}', "
+                f"'{called(node)}' has a mask or bias that is more than a triangle or a window ('{mask.name}', "
                 f"{self.facts.dims(mask)}): masks of padding are expected to come from an input called attention_mask, "
                 "and biases that grow with the keys have no place beside a cache"
             )
         if lengths is not None:
             form = form_of(self.facts, lengths)
             if not isinstance(form, Affine) or any(form.steps) or form.offset != self.before + self.count:
-                raise CacheError(f"'{node.name}' has lengths of keys of its own, '{lengths.name}'")
+                raise CacheError(f"'{called(node)}' has lengths of keys of its own, '{lengths.name}'")
         ends_last = lengths is not None or inputs.get("past_key") is not None
         causal = self._number(node, "is_causal", 0) or self._number(node, "right_window_size", -1) == 0
         if not causal and self.count != 1:
             raise CacheError(
-                f"'{node.name}' lets a token see those behind it, and so the padding of a shorter sentence beside it"
+                f"'{called(node)}' lets a token see those behind it, and so the padding of a shorter sentence beside it"
             )
         windows = [self._number(node, f"{side}_window_size", -1) for side in ("left", "right")]
         if not ends_last and (causal or windows != [-1, -1]):
-            raise CacheError(f"'{node.name}' counts its triangle or window from the first past key")
+            raise CacheError(f"'{called(node)}' counts its triangle or window from the first past key")
 
     def _sees_all(self, mask: ir.Value) -> bool:
         """Whether a mask over all keys hides none, as one of padding does that was fused before."""

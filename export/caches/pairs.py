@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 import onnx_ir as ir
+from flashonnx.export.model.build import called
 from flashonnx.export.operator.cache_schema import KV_CACHE
 from flashonnx.export.operator.schema import DOMAIN
 from flashonnx.export.rules.operator_site import FLOATS
@@ -88,12 +89,12 @@ def _has_caches(model: ir.Model) -> None:
     for node in model.graph.all_nodes():
         if node.op_identifier()[:2] == (DOMAIN, KV_CACHE):
             raise CacheError(
-                f"'{node.name or node.outputs[0].name}' reads and writes a cache already: the file has the inputs and "
+                f"'{called(node)}' reads and writes a cache already: the file has the inputs and "
                 "outputs that kv_cache gives, and is to be used as it is"
             )
         if node.op_identifier()[:2] == _GROUPED and any(node.inputs[3:5]):
             raise CacheError(
-                f"'{node.name or node.outputs[0].name}' is com.microsoft's GroupQueryAttention, which has buffers for "
+                f"'{called(node)}' is com.microsoft's GroupQueryAttention, which has buffers for "
                 "past keys and their lengths already: fuse without kv_cache makes FlashAttentionKVCache of it"
             )
 

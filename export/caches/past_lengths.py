@@ -11,7 +11,7 @@ from flashonnx.export.caches.pairs import CacheError, read_by
 from flashonnx.export.caches.spreading import spread
 from flashonnx.export.masks.forms import Affine
 from flashonnx.export.masks.positions import form_of
-from flashonnx.export.model.build import Builder, Names
+from flashonnx.export.model.build import Builder, Names, called
 from flashonnx.export.operator.cache_schema import KV_CACHE
 from flashonnx.export.rules.scores import RefusalError
 from flashonnx.export.rules.sizes import Sizes
@@ -68,7 +68,7 @@ class PastLengths:
         for node in reversed(self.model.graph):  # the last shows best what it is for
             if node.op_type != KV_CACHE and not tainted.isdisjoint(read_by(node)):
                 raise CacheError(
-                    f"{node.op_type} '{node.name or node.outputs[0].name}' depends on how many past keys there are, "
+                    f"{node.op_type} '{called(node)}' depends on how many past keys there are, "
                     "and beside a cache each sentence has its own number of them"
                 )
 

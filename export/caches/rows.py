@@ -13,6 +13,7 @@ import onnx_ir as ir
 from flashonnx.export.caches.pairs import CacheError, read_by
 from flashonnx.export.caches.row_axes import Apart, Counted, Free, Mixed, MixedError, Rows, State
 from flashonnx.export.caches.row_rules import RULES
+from flashonnx.export.model.build import called
 from flashonnx.export.values.facts import MALFORMED, Facts
 
 _SIZES = frozenset(["Shape", "Size"])
@@ -51,7 +52,7 @@ def _sentence(rows: Rows, mixed: Mixed) -> str:
     node = mixed.node
     kind = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
     return (
-        f"{kind} '{node.name or node.outputs[0].name}' looks across the new tokens of a sentence "
+        f"{kind} '{called(node)}' looks across the new tokens of a sentence "
         f"('{rows.tokens.size}') or the sentences, outside of attention with a past, or may do: {mixed.reason}. In a "
         "batch of uneven prompts it would see padding"
     )

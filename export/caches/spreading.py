@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 from flashonnx.export.caches.pairs import CacheError, read_by
+from flashonnx.export.model.build import called
 from flashonnx.export.rules.scores import RefusalError
 from flashonnx.export.rules.sizes import Sizes
 from flashonnx.export.values.dims import Dim
@@ -43,7 +44,7 @@ def spread(graph: ir.Graph, sizes: Sizes, wide: set[ir.Value], batch: Dim) -> No
         follow = _follows(facts, node, wide, batch)
         if follow is None:
             raise CacheError(
-                f"positions go through {node.op_type} '{node.name or node.outputs[0].name}', of which nothing shows "
+                f"positions go through {node.op_type} '{called(node)}', of which nothing shows "
                 "that it takes those of each sentence by itself"
             )
         if not follow:
@@ -67,7 +68,7 @@ def _keep(graph: ir.Graph, sizes: Sizes, node: ir.Node) -> None:
             raise RefusalError("its elements are not known")
         made = sizes.vector(numbers)
     except RefusalError as error:
-        raise CacheError(f"the shape of positions is used by '{node.name or node.outputs[0].name}': {error}") from error
+        raise CacheError(f"the shape of positions is used by '{called(node)}': {error}") from error
     graph.insert_after(node, sizes.builder.nodes[start:])
     ir.convenience.replace_all_uses_with(node.outputs[0], made, replace_graph_outputs=True)
 

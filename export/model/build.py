@@ -9,6 +9,11 @@ import numpy as np
 import onnx_ir as ir
 
 
+def called(node: ir.Node) -> str:
+    """What a node is called in words for people: many exporters name values alone."""
+    return node.name or next((value.name for value in node.outputs if value.name), node.op_type)
+
+
 class Names:
     """Value and node names that are not yet taken in a model."""
 

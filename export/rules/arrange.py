@@ -13,7 +13,7 @@ from flashonnx.export.rules.packed import packings
 from flashonnx.export.rules.scores import RefusalError
 from flashonnx.export.rules.sizes import Sizes, replaced_shapes, shape_users
 from flashonnx.export.values.dims import Dim
-from flashonnx.export.values.facts import Facts
+from flashonnx.export.values.facts import Facts, is_unknown
 
 _LARGEST_HEAD = 512
 
@@ -71,6 +71,9 @@ class Arrangement:
         return {"q_num_heads": q_heads, "kv_num_heads": kv_heads, "qkv_layout": self.layout}
 
 
+_UNNAMED = "; axes without a name count as different: give those that are equal one name"
+
+
 def arrange(facts: Facts, tensors: Tensors, *, scales: bool) -> Arrangement:
     """The cheapest arrangement; of equally cheap ones that which copies fewer keys, as with a past they are many.
 
@@ -83,6 +86,8 @@ def arrange(facts: Facts, tensors: Tensors, *, scales: bool) -> Arrangement:
         RefusalError: the shapes do not prove any.
     """
     reason: RefusalError | None = None
+    ends = (tensors.query, tensors.key, tensors.value)
+    known = [size for end in ends for size in facts.dims(end.value) or ()]
     for heads in groupings(facts, tensors.query, tensors.roles.batch):
         # A packed tensor needs no Split, which nothing else saves.
         options = list(_packed(facts, tensors, heads, scales))
@@ -96,6 +101,8 @@ def arrange(facts: Facts, tensors: Tensors, *, scales: bool) -> Arrangement:
         reason = reason or RefusalError(
             "the layouts of Q, K, V and the output are not (batch, heads, sequence, size) or "
             "(batch, sequence, heads * size), or their sizes differ, as far as the model's shapes tell"
+            + _UNNAMED
+            * any(map(is_unknown, known))
         )
     raise reason or RefusalError(
         "the shapes of Q do not show how batch and heads divide; export with known ranks and static "

@@ -9,6 +9,7 @@ import onnx_ir as ir
 from flashonnx.export.layout.products import Product, product_of
 from flashonnx.export.layout.steps import LAYOUT_OPERATORS, is_repetition
 from flashonnx.export.layout.views import scaling
+from flashonnx.export.model.build import called
 from flashonnx.export.rules.guards import find_even, find_guard, over_keys
 from flashonnx.export.values.dims import Dim
 from flashonnx.export.values.facts import Facts
@@ -126,7 +127,7 @@ class _Walk:
             if node.op_type in LAYOUT_OPERATORS and not node.domain:
                 layouts = (*state.layouts, node)
                 return self.back(_input(node, 0), dataclasses.replace(state, layouts=layouts))
-            raise RefusalError(f"{node.op_type} '{node.name}' stands between the product and the softmax")
+            raise RefusalError(f"{node.op_type} '{called(node)}' stands between the product and the softmax")
         return step(node, state)
 
     def _identity(self, node: ir.Node, state: _State) -> Scores:
@@ -134,17 +135,17 @@ class _Walk:
 
     def _cast(self, node: ir.Node, state: _State) -> Scores:
         if ir.DataType(node.attributes["to"].as_int()) not in _FLOATS:
-            raise RefusalError(f"the scores are cast to integers ('{node.name}')")
+            raise RefusalError(f"the scores are cast to integers ('{called(node)}')")
         return self.back(_input(node, 0), state)
 
     def _dropout(self, node: ir.Node, state: _State) -> Scores:
         if not is_inference_dropout(self.facts, node):
-            raise RefusalError(f"dropout '{node.name}' is in training mode")
+            raise RefusalError(f"dropout '{called(node)}' is in training mode")
         return self.back(_input(node, 0), state)
 
     def _tanh(self, node: ir.Node, state: _State) -> Scores:
         if state.softcap:
-            raise RefusalError(f"two Tanh in a row ('{node.name}') on the scores")
+            raise RefusalError(f"two Tanh in a row ('{called(node)}') on the scores")
         if state.factor <= 0:
             raise RefusalError("the softcap is not positive")
         # Terms met so far come after the softcap, and their factors are settled.
@@ -160,22 +161,22 @@ class _Walk:
         # The softmax does not see what is taken off a whole row, unless some of it was compared with other numbers.
         fills = [term.number for term in state.terms if not term.is_bias]
         if not over_keys(self.facts, top) or state.sink or state.softcap or not all(map(is_minus_infinity, fills)):
-            raise RefusalError(f"the maximum that '{node.name}' takes off the scores is not that of whole rows")
+            raise RefusalError(f"the maximum that '{called(node)}' takes off the scores is not that of whole rows")
         return self.back(_input(node, 0), dataclasses.replace(state, nodes=(*state.nodes, top)))
 
     def _concat(self, node: ir.Node, state: _State) -> Scores:
         """One more column: a sink."""
         rank, axis = self.facts.rank(node.outputs[0]), node.attributes["axis"].as_int()
         if len(node.inputs) != 2 or rank is None or axis not in (-1, rank - 1):
-            raise RefusalError(f"Concat '{node.name}' stands between the product and the softmax")
+            raise RefusalError(f"Concat '{called(node)}' stands between the product and the softmax")
         if state.terms or state.layouts or state.sink or state.softcap or state.factor != 1.0 or state.even:
-            raise RefusalError(f"the scores are changed after a column was put beside them ('{node.name}')")
+            raise RefusalError(f"the scores are changed after a column was put beside them ('{called(node)}')")
         for scores, sink in ((0, 1), (1, 0)):
             dims = self.facts.dims(node.inputs[sink])
             if dims is not None and dims[-1] == 1 and not self.facts.is_fixed(node.inputs[scores]):
                 found = dataclasses.replace(state, sink=_input(node, sink), leads=sink == 0)
                 return self.back(_input(node, scores), found)
-        raise RefusalError(f"Concat '{node.name}' puts more than a column beside the scores")
+        raise RefusalError(f"Concat '{called(node)}' puts more than a column beside the scores")
 
     def _bias(self, node: ir.Node, state: _State, sign: float) -> Scores:
         reasons = []
@@ -190,7 +191,7 @@ class _Walk:
                 return self._with_term(_input(node, scores), term, node, state)
             except RefusalError as reason:
                 reasons.append(reason)
-        raise reasons[0] if reasons else RefusalError(f"'{node.name}' adds no scores")
+        raise reasons[0] if reasons else RefusalError(f"'{called(node)}' adds no scores")
 
     def _unscaled(self, value: ir.Value) -> tuple[ir.Value, float]:
         """`value` and the number that multiplies it behind a repetition, as baddbmm has it for beta."""
@@ -216,14 +217,16 @@ class _Walk:
                     # a filled tensor might widen the scores; its size must be the scores'
                     known = self.facts.dims(node.inputs[scores])
                     if dims is None or known is None or dims != known[-len(dims) :]:
-                        raise RefusalError(f"the size of the fill of Where '{node.name}' is not known")
+                        raise RefusalError(f"the size of the fill of Where '{called(node)}' is not known")
                 term = Term(condition, number * state.factor, is_bias=False, inverted=inverted)
                 return self._with_term(_input(node, scores), term, node, state)
-        raise RefusalError(f"Where '{node.name}' does not fill masked scores with one number")
+        raise RefusalError(f"Where '{called(node)}' does not fill masked scores with one number")
 
     def _with_term(self, scores: ir.Value, term: Term, node: ir.Node, state: _State) -> Scores:
         if state.softcap:
-            raise RefusalError(f"'{node.name}' changes scores before the softcap; the operator applies softcap first")
+            raise RefusalError(
+                f"'{called(node)}' changes scores before the softcap; the operator applies softcap first"
+            )
         term = dataclasses.replace(term, layouts=len(state.layouts))
         return self.back(scores, dataclasses.replace(state, terms=(term, *state.terms)))
 
@@ -249,7 +252,7 @@ def read_weights(facts: Facts, softmax: ir.Node, sink: ir.Value | None = None, l
             nodes += guard[1]
             guarded, node = True, guard[0]
         elif len(users) != 1:
-            names = ", ".join(f"{node.op_type} '{node.name}'" for node in users)
+            names = ", ".join(f"{node.op_type} '{called(node)}'" for node in users)
             raise RefusalError(f"the probabilities are used more than once: {names or 'not at all'}")
         else:
             node = users[0]
@@ -263,7 +266,7 @@ def read_weights(facts: Facts, softmax: ir.Node, sink: ir.Value | None = None, l
         elif node.op_type in LAYOUT_OPERATORS and not node.domain and sink is None:
             layouts.append(node)
         elif guard is None and not _passes(facts, node):
-            raise RefusalError(f"{node.op_type} '{node.name}' stands between the softmax and V")
+            raise RefusalError(f"{node.op_type} '{called(node)}' stands between the softmax and V")
         nodes.append(node)
         value = node.outputs[0]
 
@@ -309,5 +312,5 @@ def is_minus_infinity(number: float) -> bool:
 def _input(node: ir.Node, index: int) -> ir.Value:
     value = node.inputs[index]
     if value is None:
-        raise RefusalError(f"{node.op_type} '{node.name}' lacks input {index}")
+        raise RefusalError(f"{node.op_type} '{called(node)}' lacks input {index}")
     return value

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 from flashonnx.export.layout.products import Product, Roles, relabel, roles_of
-from flashonnx.export.model.build import Builder
+from flashonnx.export.model.build import Builder, called
 from flashonnx.export.rules.arrange import Arrangement, arrange
 from flashonnx.export.rules.base import Fusion, Rewrite, Rule
 from flashonnx.export.rules.layouts import Operand, Tensors
@@ -138,7 +138,7 @@ def _check_single_use(scores: Scores, softmax: ir.Node, weights: Weights) -> Non
                 raise RefusalError(f"the scores '{value.name}' are an output of the model")
             for use in value.uses():
                 if use.node not in inner and use.node not in shape_users(value):
-                    raise RefusalError(f"the scores are used by {use.node.op_type} '{use.node.name}' too")
+                    raise RefusalError(f"the scores are used by {use.node.op_type} '{called(use.node)}' too")
 
 
 def _roles(scores: Scores, weights: Weights) -> Roles:

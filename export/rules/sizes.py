@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
-from flashonnx.export.model.build import Builder
+from flashonnx.export.model.build import Builder, called
 from flashonnx.export.rules.scores import RefusalError
 from flashonnx.export.values.dims import Dim
 from flashonnx.export.values.facts import Facts
@@ -100,7 +100,7 @@ def replaced_shapes(sizes: Sizes, nodes: Sequence[ir.Node]) -> dict[ir.Value, ir
     for node in dict.fromkeys(nodes):
         dims = sizes.facts.dims(node.inputs[0])
         if dims is None:
-            raise RefusalError(f"'{node.name}' asks for the shape of the scores, which the model does not tell")
+            raise RefusalError(f"'{called(node)}' asks for the shape of the scores, which the model does not tell")
         start, end = (node.attributes[name].as_int() if name in node.attributes else None for name in ("start", "end"))
         result[node.outputs[0]] = sizes.vector(dims[start:end])
     return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import onnx_ir as ir
-from flashonnx.export.model.build import Builder, Names
+from flashonnx.export.model.build import Builder, Names, called
 from flashonnx.export.sites.finder import LOG_SOFTMAX, Candidate
 from flashonnx.export.values.facts import Facts
 
@@ -79,12 +79,12 @@ def _quotient(node: ir.Node) -> tuple[ir.Node, ir.Node]:
     if node.op_type == "Mul" and total is not None and total.op_type == "Reciprocal":
         total = total.inputs[0].producer() if total.inputs[0] is not None else None
     if exp is None or exp.op_type != "Exp" or total is None or total.op_type != "ReduceSum":
-        what = f"{total.op_type} '{total.name}'" if total is not None else "nothing known"
+        what = f"{total.op_type} '{called(total)}'" if total is not None else "nothing known"
         if exp is None or exp.op_type != "Exp":
-            raise NotSoftmaxError(f"'{node.name}' divides no exponential, but what was made of one")
+            raise NotSoftmaxError(f"'{called(node)}' divides no exponential, but what was made of one")
         raise NotSoftmaxError(f"the exponentials are divided by {what}, not by their sum alone")
     if total.inputs[0] is not exp.outputs[0] or exp.domain or total.domain:
-        raise NotSoftmaxError(f"'{total.name}' does not sum what '{node.name}' divides")
+        raise NotSoftmaxError(f"'{called(total)}' does not sum what '{called(node)}' divides")
     return exp, total
 
 
@@ -98,7 +98,7 @@ def _axis(facts: Facts, node: ir.Node) -> int:
         axes = [int(axis) for axis in array.reshape(-1)] if array is not None else []
     rank = facts.rank(node.inputs[0])
     if not keeps or len(axes) != 1 or rank is None:
-        raise NotSoftmaxError(f"'{node.name}' is not over one known axis, kept")
+        raise NotSoftmaxError(f"'{called(node)}' is not over one known axis, kept")
     return axes[0] - rank if axes[0] >= 0 else axes[0]
 
 

@@ -141,17 +141,19 @@ def generate(
         for spec in specs:
             shape = _shape(spec, sizes, batch, length)
             total = evaluate(spec.tokens, sizes, spec.name) if isinstance(spec.tokens, str) else spec.tokens
-            feeds[spec.name] = (
-                _values(spec, shape, rng, (left, past))
-                if total is None
-                else _rising(shape[0], total, rng).astype(spec.dtype)
-            )
+            if total is None:
+                values = _values(spec, shape, rng, (left, past))
+            else:
+                values = _rising(shape[0], total, rng).astype(spec.dtype)
+            feeds[spec.name] = np.asarray(values)  # of no dimensions, NumPy makes numbers, which runtimes do not take
         yield sizes, feeds
 
 
 def symbols_of(specs: Sequence[InputSpec]) -> list[str]:
-    """The names of dimensions."""
-    return list(dict.fromkeys(d for spec in specs for d in spec.shape if isinstance(d, str) and d.isidentifier()))
+    """The names of dimensions, also such as "batch size", which are no sums and products of others."""
+    texts = dict.fromkeys(d for spec in specs for d in spec.shape if isinstance(d, str))
+    plain = {text for text in texts if text.isidentifier()}
+    return [text for text in texts if text in plain or not plain.intersection(names_in(text))]
 
 
 def is_ends(symbol: str, specs: Sequence[InputSpec]) -> bool:
@@ -198,6 +200,8 @@ def _shape(spec: InputSpec, sizes: Mapping[str, int], batch: int, length: int) -
 
 def evaluate(expression: str, sizes: Mapping[str, int], name: str) -> int:
     """A dimension such as `past + sequence` or `Max(1, 2*batch)`, as torch's exporter writes them."""
+    if expression in sizes:  # a name that only looks like an expression
+        return sizes[expression]
     operators = {ast.Add: int.__add__, ast.Sub: int.__sub__, ast.Mult: int.__mul__, ast.FloorDiv: int.__floordiv__}
 
     def value(node: ast.expr) -> int:
