@@ -223,6 +223,19 @@ def test_files_in_the_other_order(plain: Path, flashonnx_command: Command) -> No
     assert "only the first" not in flashonnx_command("verify", plain, "fused.onnx")
 
 
+def test_a_model_of_fixed_shapes(flashonnx_command: Command) -> None:
+    """It has no length, and asking for one, or for a batch, changes nothing: that is said, not passed over."""
+    model = written_out()
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.CopyFrom(onnx.helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, (2, 4, 8, 16)))
+    onnx.save(model, "fixed.onnx")
+    said = flashonnx_command("bench", "fixed.onnx", "--report", "html", *QUICK)
+    assert "whose shapes are fixed" in said and "128" not in said.partition("length")[2]
+    assert "at length" not in Path("fixed.bench.html").read_text()
+    assert "no axis of an input" in flashonnx_command("bench", "fixed.onnx", "--lengths", "8", *QUICK, code=2)
+    assert "have no batch" in flashonnx_command("bench", "fixed.onnx", "--batch", "8", *QUICK, code=2)
+
+
 def test_packed_tokens_are_lengths(flashonnx_command: Command, library_path: str) -> None:
     """Not a batch, though they are the first axis; the batch is how many sequences end among them."""
     onnx.save(

@@ -51,6 +51,12 @@ def test_sizes_and_bytes(plain: Path, flashonnx_command: Command) -> None:
     assert "160 kB" in said and "probabilities" in said and "sequence × sequence" in said
 
 
+@pytest.mark.parametrize("command", [("inspect",), ("fuse", "-o", "out.onnx")])
+def test_names_that_the_model_does_not_have(command: tuple[str, ...], plain: Path, flashonnx_command: Command) -> None:
+    said = flashonnx_command(command[0], plain, *command[1:], "--dim", "sequenc=8", code=2)
+    assert "has a dimension 'sequenc'; there are batch, sequence" in said and not Path("out.onnx").exists()
+
+
 def test_what_is_left(flashonnx_command: Command) -> None:
     onnx.save(written_out(exposed=True), "exposed.onnx")
     done = flashonnx_command.json("inspect", "exposed.onnx")

@@ -14,7 +14,8 @@ the verdict says so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -111,9 +112,13 @@ def verify(
     if not any(np.asarray(x).size for _, _, outputs in cases for x in outputs):
         raise ValueError("verify: all outputs are empty in every case, so nothing would be compared: choose other dims")
     step("running the fused model")
-    session = fused.open()
+    with _noting("that is the fused model"):
+        session = fused.open()
     fused.outputs = original.outputs  # in this order
-    results = [fused.run(session, feeds) for _, feeds, _ in cases]
+    results = []
+    for label, feeds, _ in cases:
+        with _noting(f"that is the fused model, at {label}, which the original runs"):
+            results.append(fused.run(session, feeds))
     step("running the original in float64")
     truths, again = _truths(original, cases, verdict)
     table: dict[tuple[str, str], OutputError] = {}
@@ -146,6 +151,16 @@ def verify(
         verdict.nodes, verdict.parted = found.nodes, found.parted
         verdict.notes += [found.note] if found.note else []
     return verdict
+
+
+@contextlib.contextmanager
+def _noting(what: str) -> Iterator[None]:
+    """Errors of runtimes, which do not say which model it was, get a note that does."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(what)
+        raise
 
 
 def _same_names(kind: str, original: list[str], fused: list[str]) -> None:

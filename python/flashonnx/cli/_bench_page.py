@@ -41,7 +41,7 @@ def _summary(results: Sequence[Result], length: int) -> list[tuple[str, str, str
     """At the greatest length that ours was measured at: against each other one."""
     there = [r for r in results if r.length == length and r.median_ms]
     ours = min((r for r in there if r.ours), key=lambda r: r.median_ms or 0)
-    items = [("", f"{ours.median_ms:.3g} ms", f"{ours.contender} at length {length}")]
+    items = [("", f"{ours.median_ms:.3g} ms", f"{ours.contender} at length {length}" if length else ours.contender)]
     for other in [r for r in there if not r.ours]:
         assert ours.median_ms is not None and other.median_ms is not None
         ratio = other.median_ms / ours.median_ms
@@ -60,7 +60,7 @@ def _numbers(results: Sequence[Result]) -> str:
     for r in sorted(results, key=lambda r: (r.length, r.median_ms is None, r.median_ms or 0)):
         kind = " ".join(filter(None, ("ours" if r.ours else "", "first" if r.length != last and last else "")))
         last = r.length
-        cells = [str(r.length), f"<b>{text(r.contender)}</b>" if r.ours else text(r.contender)]
+        cells = [str(r.length or ""), f"<b>{text(r.contender)}</b>" if r.ours else text(r.contender)]
         if r.median_ms is None:
             cells += ["–", "", *([""] if counted else []), "", f'<span class="dim">{text(r.status)}</span>']
         else:

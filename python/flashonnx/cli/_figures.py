@@ -139,6 +139,9 @@ def growth(title: str, results: Sequence[Result]) -> bytes:
 
 
 def _length_axis(axis: Any, lengths: list[int]) -> None:
+    if lengths == [0]:  # no axis varies
+        axis.set_xticks([])
+        return
     axis.set_xscale("log", base=2)
     axis.set_xticks(lengths, [str(n) for n in lengths], rotation=30 if len(lengths) > 5 else 0)
     axis.minorticks_off()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -74,6 +74,33 @@ def write_model(path: Path, model: Any) -> None:
         onnx.save_model(model, temporary / file.name, save_as_external_data=True, location=data)
         os.replace(temporary / data, file.parent / data)
         os.replace(temporary / file.name, file)
+
+
+def check_dims(names: Iterable[str], model: Path) -> None:
+    """Raises what keeps `names` from being dimensions of a model.
+
+    Raises:
+        ValueError: nothing in the model has one of them, or it is not an ONNX model.
+    """
+    names = list(names)
+    if not names:
+        return
+    from flashonnx._inputs import names_in
+    from flashonnx.export.model import files
+
+    graph = files.load(model).model.graph
+    values = [*graph.inputs, *graph.outputs, *(value for node in graph.all_nodes() for value in node.outputs)]
+    texts = dict.fromkeys(str(dim) for value in values for dim in value.shape or () if not isinstance(dim, int))
+    known = dict.fromkeys(name for text in texts if text != "None" for name in (text, *names_in(text)))
+    for name in names:
+        if name not in known:
+            raise ValueError(f"--dim: nothing in {model} has a dimension '{name}'; there are {_listed(known)}")
+
+
+def _listed(names: Iterable[str]) -> str:
+    plain = [name for name in names if name.isidentifier()]
+    more = f" and {len(plain) - 12} more" if len(plain) > 12 else ""
+    return ", ".join(plain[:12]) + more if plain else "none with a name"
 
 
 def given_inputs(paths: Sequence[Path] | None) -> list[Mapping[str, Any]] | None:

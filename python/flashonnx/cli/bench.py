@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 KINDS = ("html", "json", "png", "csv")
 _LENGTHS = {"cpu": "128,256,512,1024,2048", "cuda": "512,1024,2048,4096,8192,16384"}
+FIXED = 0  # the length of a model of which no axis varies
 _CLOSE = 1e-2  # of the largest value: what float16 models differ by at most, when nothing is wrong
 
 
@@ -89,7 +90,7 @@ def bench(
     if device is Device.CUDA and best is not Device.CUDA:
         raise ValueError("bench: --device cuda: nothing here can use a GPU; flashonnx doctor says why")
     where = (device or best).value
-    wanted = _lengths(length or _LENGTHS[where])
+    wanted = _lengths(length) if length else None
     kind = (dtype or (DType.FLOAT16 if where == "cuda" else DType.FLOAT32)).value
     with working("measuring"), tempfile.TemporaryDirectory(prefix="flashonnx-") as scratch:
         if model is None:
@@ -98,7 +99,7 @@ def bench(
                     f"bench: --heads is expected to be a multiple of --kv-heads, got {heads} and {kv_heads}"
                 )
             problem = (batch, heads, kv_heads or heads, size, kind, causal)
-            title, results = _operator(problem, wanted, where, peers, budget, threads)
+            title, results = _operator(problem, wanted or _lengths(_LENGTHS[where]), where, peers, budget, threads)
         else:
             if peers:
                 raise ValueError("bench: --peers are of attention alone, not of a model")
@@ -167,7 +168,7 @@ def _model(
     original: Path,
     fused: Path | None,
     scratch: Path,
-    wanted: list[int],
+    wanted: list[int] | None,
     batch: int,
     fixed: Mapping[str, int],
     device: str,
@@ -195,8 +196,10 @@ def _model(
         report = flashonnx.fuse(original, fused)[1]
         if not report.fused:
             raise ValueError(f"bench: no attention of {original} was fused, so there is nothing to compare: {report}")
-    feeds, varied, only = _feeds(original, batch, fixed)
-    wanted = wanted[:1] if only else wanted
+    feeds, varied = _feeds(original, batch, fixed)
+    if not varied and wanted:
+        raise ValueError(f"bench: --lengths: no axis of an input of {original} varies, so there is one length alone")
+    wanted = (wanted or _lengths(_LENGTHS[device])) if varied else [FIXED]
     answers: dict[int, list[Any]] = {}
 
     def judge(length: int, _: str, outputs: list[Any]) -> str:
@@ -218,10 +221,8 @@ def _has_nodes(model: Path) -> bool:
     return is_fused(onnx.load(model, load_external_data=False))
 
 
-def _feeds(
-    model: Path, batch: int, fixed: Mapping[str, int]
-) -> tuple[Callable[[int], Mapping[str, Any]], list[str], bool]:
-    """Inputs by length, the dimensions that are that length, and whether there are none of them."""
+def _feeds(model: Path, batch: int, fixed: Mapping[str, int]) -> tuple[Callable[[int], Mapping[str, Any]], list[str]]:
+    """Inputs by length, and the dimensions that are that length."""
     import onnx
 
     from flashonnx._inputs import generate, input_specs, is_batch, is_ends, sums, symbols_of
@@ -235,13 +236,15 @@ def _feeds(
     batches = [name for name in symbols if is_batch(name, specs) and name not in fixed]
     ends = [name for name in symbols if is_ends(name, specs) and name not in fixed]
     varied = [name for name in symbols if name not in (*fixed, *batches, *ends, *sums(specs))]
+    if batch > 1 and not (batches or ends):
+        raise ValueError(f"bench: --batch: the inputs of {model} have no batch that varies")
 
     def feeds(length: int) -> Mapping[str, Any]:
         sizes = dict(fixed) | dict.fromkeys(batches, batch) | dict.fromkeys(varied, length)
         sizes |= dict.fromkeys(ends, batch + 1)
         return next(generate(specs, {name: [value] for name, value in sizes.items()}))[1]
 
-    return feeds, varied, not varied
+    return feeds, varied
 
 
 def _differs(outputs: list[Any], expected: list[Any]) -> str:
@@ -309,11 +312,11 @@ def _tell(content: dict[str, Any], results: list[Result]) -> None:
         ratio = result.median_ms / fastest[result.length]
         tflops = f"{result.tflops:.3g}" if result.tflops is not None else ""
         peak = units(result.peak_bytes) if result.peak_bytes is not None else ""
-        rows.append([result.length, name, f"{result.median_ms:.4g}", spread, f"{ratio:.2f}×", tflops, peak])
+        rows.append([result.length or "", name, f"{result.median_ms:.4g}", spread, f"{ratio:.2f}×", tflops, peak])
     heads = ["length", "", "ms", "spread", "slower", "TFLOP/s", "peak memory"]  # 80 columns with all peers
     shown = [i for i in range(len(heads)) if i == 1 or any(str(row[i]) for row in rows)]
     if rows:
         right = [n for n, i in enumerate(shown) if i != 1]
         table([heads[i] for i in shown], [[row[i] for i in shown] for row in rows], right=right)
     for (length, status), names in failed.items():
-        say(f"at length {length}, {', '.join(names)}: {status}", "red")
+        say(f"{f'at length {length}, ' if length else ''}{', '.join(names)}: {status}", "red")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flashonnx.cli._files import Input, check_writable, report_files, write, write_model
+from flashonnx.cli._files import Input, check_dims, check_writable, report_files, write, write_model
 from flashonnx.cli._output import Dim, Json, emit, lengths, say, working
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ def fuse(
     if output is not None and any(path.absolute() == output.absolute() for path in files.values()):
         raise ValueError(f"fuse: '{output}' cannot be both the model and a report")
     sizes = lengths(dim)
+    check_dims(sizes, model)
     explained = {}
     with working(f"fusing {model.name}"):
         if explain:  # before anything is written, perhaps over the model

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from flashonnx.cli._attention import GPUS, SHOWN, Attention, attentions, kernel
-from flashonnx.cli._files import Input
+from flashonnx.cli._files import Input, check_dims
 from flashonnx.cli._output import Dim, Json, emit, lengths, say, units, working
 
 if TYPE_CHECKING:
@@ -49,9 +49,10 @@ def inspect(
     A model that is not fused is fused in memory for the answer; nothing is written. Exits with 1 if a device that was
     named by --gpu has no kernel for a fused attention.
     """
-    devices = _devices(gpu)
+    devices, given = _devices(gpu), lengths(dim)
+    check_dims(given, model)
     with working(f"inspecting {model.name}"):
-        rows, sizes, missing = _inspected(model, lengths(dim), devices)
+        rows, sizes, missing = _inspected(model, given, devices)
     if json:
         emit(_content(rows, sizes, devices, missing))
     else:

@@ -35,5 +35,7 @@ def unfuse(
                 left.setdefault(site.reason, []).append(site.node)
         for reason, nodes in left.items():
             say(f"  left  {nodes[0]}{f' and {len(nodes) - 1} more' if nodes[1:] else ''}: {reason}")
+        for note in report.notes:
+            say(f"note: {note}", "italic")
     if report.fused:
         raise typer.Exit(1)
