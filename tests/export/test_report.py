@@ -228,3 +228,23 @@ def test_every_reason_speaks() -> None:
     _, report = fuse(model)
     assert (report.total, report.fused) == (1, 0)
     assert "Sigmoid 'node_Sigmoid'" in report.sites[0].reason
+
+
+QKV, Y = "float[b,2,s,8] q, float[b,2,s,8] k, float[b,2,s,8] v", "float[b,2,s,8] y"
+
+
+def test_axes_without_a_name() -> None:
+    """Nothing shows that they are equal, and the reason says what to do."""
+    model = parse(PLAIN, QKV, Y)
+    for value in model.graph.input:
+        for dim in value.type.tensor_type.shape.dim:
+            dim.ClearField("dim_param")
+    _, report = fuse(model)
+    assert report.fused == 0 and "axes without a name count as different" in report.sites[0].reason
+    assert "without a name" not in fuse(parse(PLAIN, QKV.replace("b,2,s,8] v", "c,2,s,8] v"), Y))[1].sites[0].reason
+
+
+def test_reasons_name_nodes_by_their_values() -> None:
+    """Where they have no name of their own."""
+    model = parse(PLAIN.replace("scores = ", "raw = ", 1).replace("p =", "scores = Relu(raw) p ="), QKV, Y)
+    assert "Relu 'scores' stands between" in fuse(model)[1].sites[0].reason

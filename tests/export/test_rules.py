@@ -331,23 +331,6 @@ def test_sizes_that_mean_any_size(size: str | int) -> None:
     assert report.total == 1
 
 
-def test_axes_without_a_name() -> None:
-    """Nothing shows that they are equal, and the reason says what to do."""
-    model = parse(PLAIN, QKV, Y)
-    for value in model.graph.input:
-        for dim in value.type.tensor_type.shape.dim:
-            dim.ClearField("dim_param")
-    _, report = fuse(model)
-    assert report.fused == 0 and "axes without a name count as different" in report.sites[0].reason
-    assert "without a name" not in fuse(parse(PLAIN, QKV.replace("b,2,s,8] v", "c,2,s,8] v"), Y))[1].sites[0].reason
-
-
-def test_reasons_name_nodes_by_their_values() -> None:
-    """Where they have no name of their own."""
-    model = parse(PLAIN.replace("scores = ", "raw = ").replace("p =", "scores = Relu(raw) p ="), QKV, Y)
-    assert "Relu 'scores' stands between" in fuse(model)[1].sites[0].reason
-
-
 def test_two_key_lengths_are_not_one() -> None:
     """Keys of one length broadcast against values of another: valid, and not attention."""
     body = PLAIN.replace("scores = MatMul(q, kt)", "raw = MatMul(q, kt) scores = Add(raw, mask)")

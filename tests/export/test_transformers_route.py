@@ -24,12 +24,8 @@ _BY_ID = {family.id: family for family in FAMILIES}
 
 
 def export(model: Any, path: Path, inputs: dict[str, Any], axes: Any = None) -> Any:
-    return flashonnx.export_onnx(model, (), path, kwargs=inputs, dynamic_shapes=axes)
-
-
-def remarks(report: Any) -> list[str]:
-    """The notes, but for that of fixed axes."""
-    return [note for note in report.notes if not note.startswith("every axis")]
+    report = flashonnx.export_onnx(model, (), path, kwargs=inputs, dynamic_shapes=axes)
+    return type(report)(report.sites, tuple(note for note in report.notes if "every axis" not in note))
 
 
 def run(path: Path, inputs: dict[str, Any]) -> list[np.ndarray]:
@@ -113,7 +109,7 @@ def test_family(id: str, tmp_path: Path) -> None:
     before = [config._attn_implementation for config in transformers_route._configs(model)]
     report = export(model, path, family.inputs(2, 9), family.axes)
     assert (report.fused, report.total) == (family.nodes, family.nodes), str(report)
-    assert not remarks(report), str(report)
+    assert not report.notes, str(report)
     assert {site.kind for site in report.sites} == {OPERATOR}
     assert [config._attn_implementation for config in transformers_route._configs(model)] == before
     check_graph(path, family)
@@ -143,7 +139,7 @@ def check_fallback(model: Any, path: Path, reason: str, *, fused: int = 1, total
     report = export(model, path, inputs)
     assert (report.fused, report.total) == (fused, total), str(report)
     assert OPERATOR not in {site.kind for site in report.sites}
-    (note,) = remarks(report)
+    (note,) = report.notes
     assert note.startswith("transformers: exported as written, not through its attention interface: ")
     assert reason in note
     assert model.inner.config._attn_implementation == "sdpa"
@@ -259,7 +255,7 @@ def test_no_mask_is_a_triangle(tmp_path: Path) -> None:
     inputs = {"input_ids": text(2, 9)["input_ids"]}
     report = export(model, path, inputs, {"input_ids": {0: "batch", 1: "sequence"}})
     assert {site.kind for site in report.sites} == {OPERATOR}
-    assert not remarks(report), str(report)
+    assert not report.notes, str(report)
     for site in report.sites:
         assert "is_causal=1" in site.became
         assert "attn_mask" not in site.became
@@ -276,7 +272,7 @@ def test_a_mask_that_is_more_than_structure(tmp_path: Path) -> None:
     inputs = {"input_ids": text(2, 9)["input_ids"], "position_ids": positions}
     report = export(model, path, inputs)
     assert {site.kind for site in report.sites} == {OPERATOR}
-    (note,) = remarks(report)
+    (note,) = report.notes
     assert "a mask stays queries x keys" in note
     for inputs["position_ids"] in (positions, positions.flip(0), torch.arange(9).expand(2, 9).contiguous()):
         with torch.no_grad():
@@ -321,7 +317,7 @@ def test_past(tmp_path: Path) -> None:
     }
     report = export(model, path, inputs(2, 3, 7), axes)
     assert {site.kind for site in report.sites} == {OPERATOR}
-    assert not remarks(report), str(report)
+    assert not report.notes, str(report)
     for site in report.sites:
         assert "is_causal=1" in site.became
         assert "nonpad_kv_seqlen" in site.became
