@@ -152,9 +152,10 @@ def test_weights_that_are_missing(plain: Path, flashonnx_command: Command) -> No
 
 def test_models_beyond_protobuf_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights beside the file, and nothing else; a link stays one."""
+    from flashonnx import _large
     from flashonnx.cli import _files
 
-    monkeypatch.setattr(_files, "_PROTOBUF_LIMIT", 0)
+    monkeypatch.setattr(_large, "LIMIT", 0)
     model = written_out()
     model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((40, 40), np.float32), "weights"))
     (tmp_path / "real").mkdir()

@@ -14,7 +14,7 @@ import flashonnx
 import numpy as np
 import onnx
 import pytest
-from flashonnx import LibraryError, _library, _runtime
+from flashonnx import LibraryError, _large, _library, _runtime
 from onnx import TensorProto, helper
 
 ort = pytest.importorskip("onnxruntime")
@@ -209,8 +209,19 @@ def test_not_a_model(content: bytes, tmp_path: Path) -> None:
 def test_models_beyond_2_gb_go_through_a_file(
     model: onnx.ModelProto, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(_runtime, "_PROTOBUF_LIMIT", 100)
+    monkeypatch.setattr(_large, "LIMIT", 100)
     assert runs(flashonnx.session(model, CPU))
+
+
+def test_protobuf_does_not_count_beyond_2_gb() -> None:
+    """It raises instead, which is the answer as well."""
+    from google.protobuf.message import EncodeError
+
+    class Huge:
+        def ByteSize(self) -> int:  # noqa: N802
+            raise EncodeError("Failed to serialize proto")
+
+    assert _large.is_large(Huge())  # type: ignore[arg-type]
 
 
 def test_default_providers(model: onnx.ModelProto) -> None:

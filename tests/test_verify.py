@@ -10,7 +10,7 @@ import flashonnx
 import numpy as np
 import onnx
 import pytest
-from flashonnx import _float64
+from flashonnx import _float64, _large
 from flashonnx._compare import rows_of
 from flashonnx.cli._verify_page import page
 from flashonnx.cli.verify import _tell
@@ -190,6 +190,16 @@ def test_a_fused_model_that_does_not_run_is_named() -> None:
     unfit = model([helper.make_node("Add", ["Q", "three"], ["Y"])], {"three": np.zeros(3, np.float32)})
     with pytest.raises(Exception, match=r"Incompatible dimensions.*\nthat is the fused model"):
         flashonnx.verify(wide, unfit)
+
+
+def test_weights_beyond_protobuf_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go through a file; what ONNX Runtime does not run from there, the evaluator runs with them back."""
+    monkeypatch.setattr(_large, "LIMIT", 0)
+    big = model([helper.make_node("MatMul", ["Q", "w"], ["Y"])], {"w": np.eye(DIM, dtype=np.float32) / 3})
+    feeds = [{name: np.ones((1, 4, 2, DIM), np.float32) for name in "QKV"}]
+    assert (_float64.run(_float64.widen(big), feeds)[0][0] == np.float64(np.float32(1) / np.float32(3))).all()
+    monkeypatch.setattr(_float64, "_by_onnxruntime", lambda *_: 1 / 0)
+    np.testing.assert_allclose(_float64.run(_float64.widen(big), feeds)[0][0], 1 / 3, atol=1e-7)
 
 
 def test_bad_requests() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from flashonnx._float64 import without_bfloat16_doors
 from flashonnx._inputs import Feeds, input_specs
+from flashonnx._large import is_large
 from flashonnx._library import LibraryError
 
 if TYPE_CHECKING:
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     import onnxruntime
 
     Model: TypeAlias = str | os.PathLike[str] | bytes | onnx.ModelProto | onnxruntime.InferenceSession
-
-_PROTOBUF_LIMIT = 2**31 - 1
 
 
 class Candidate:
@@ -49,7 +48,7 @@ class Candidate:
         options.log_severity_level = 4  # what it cannot run is reported here
         if not optimised:
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        large = self._source is None and self.proto.ByteSize() > _PROTOBUF_LIMIT  # which `session` knows how to load
+        large = self._source is None and is_large(self.proto)  # which `session` knows how to load
         if large or is_fused(self.proto):
             return session(self._source or self.proto, self._providers, options)
         source = self._source or self.proto.SerializeToString()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from flashonnx._large import is_large
 
 if TYPE_CHECKING:
     import onnx
@@ -48,22 +51,31 @@ def widen(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def run(model: onnx.ModelProto, feeds: list[Feeds]) -> list[list[Any]]:
     """The outputs of a widened model for each of several feeds, by ONNX Runtime if it can, else by onnx's evaluator."""
+    import onnx
+
     wide = [{n: x.astype(np.float64) if x.dtype.kind in "fV" else x for n, x in feed.items()} for feed in feeds]
     # ONNX Runtime's Attention departs from ONNX where a row is masked by finite numbers (it returns zeros).
     if not any(node.op_type == "Attention" for graph in _graphs(model.graph) for node in graph.node):
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 4
-        try:
-            session = onnxruntime.InferenceSession(
-                model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-            )
-            return [session.run(None, feed) for feed in wide]
-        except Exception:  # operators that it has not in float64, or more than 2 GB: the evaluator is next
-            pass
+        with tempfile.TemporaryDirectory(prefix="flashonnx-") as scratch:
+            large = is_large(model)
+            if large:  # its weights go to a file, and are taken back only if need be
+                onnx.save_model(model, f"{scratch}/wide.onnx", save_as_external_data=True, location="wide.data")
+            try:
+                return _by_onnxruntime(f"{scratch}/wide.onnx" if large else model.SerializeToString(), wide)
+            except Exception:  # operators that it has not in float64: the evaluator is next
+                if large:
+                    onnx.load_external_data_for_model(model, scratch)
     evaluator = evaluate(model)
     return [evaluator.run(None, feed) for feed in wide]
+
+
+def _by_onnxruntime(source: str | bytes, feeds: list[Feeds]) -> list[list[Any]]:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    return [session.run(None, feed) for feed in feeds]
 
 
 def evaluate(model: onnx.ModelProto) -> Any:

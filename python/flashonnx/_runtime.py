@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from flashonnx._large import is_large
 from flashonnx._library import LibraryError, library_path
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ MINIMUM_ONNXRUNTIME = (1, 28)
 _INSTALL = "pip install 'onnxruntime>={0}' (CPU) or 'onnxruntime-gpu>={0}' (CUDA)".format(
     ".".join(map(str, MINIMUM_ONNXRUNTIME))
 )
-_PROTOBUF_LIMIT = 2**31 - 1
 
 # Which library each SessionOptions already has. Weak: options may be dropped at any time, and pybind objects take no
 # attributes.
@@ -156,7 +156,7 @@ def _loadable(model: Any, scratch: str) -> str | bytes:
 
     if not isinstance(model, onnx.ModelProto):
         raise TypeError(f"session: expected a path, bytes or an onnx.ModelProto, got {type(model).__name__}")
-    if model.ByteSize() <= _PROTOBUF_LIMIT:
+    if not is_large(model):
         return model.SerializeToString()
     copy = onnx.ModelProto()
     copy.CopyFrom(model)

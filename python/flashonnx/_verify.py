@@ -119,6 +119,7 @@ def verify(
     for label, feeds, _ in cases:
         with _noting(f"that is the fused model, at {label}, which the original runs"):
             results.append(fused.run(session, feeds))
+    del session  # which may hold gigabytes
     step("running the original in float64")
     truths, again = _truths(original, cases, verdict)
     table: dict[tuple[str, str], OutputError] = {}
@@ -220,6 +221,7 @@ def _truths(original: Candidate, cases: list[Case], verdict: Verdict) -> tuple[l
     try:
         session = original.open(optimised=False)
         again = [original.run(session, feeds) for _, feeds, _ in cases]
+        del session
     except Exception:  # onnx's evaluator ran it: there is nothing else
         pass
     try:

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 import typer
 
 Input = Annotated[Path, typer.Argument(help="ONNX file.", show_default=False)]
-_PROTOBUF_LIMIT = 2**31 - 1
 _NPY = b"\x93NUMPY"  # how a file of numpy.save begins
 
 
@@ -65,7 +64,9 @@ def write_model(path: Path, model: Any) -> None:
     """Whole or not at all; beyond protobuf's 2 GB with weights in `path`.data."""
     import onnx
 
-    if model.ByteSize() <= _PROTOBUF_LIMIT:
+    from flashonnx._large import is_large
+
+    if not is_large(model):
         write(path, model.SerializeToString())
         return
     file, data = Path(os.path.realpath(path)), f"{path.name}.data"

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from flashonnx._large import is_large
 from flashonnx._library import LibraryError, library_path
 from flashonnx.tensorrt._prepare import prepare_for_tensorrt
 from flashonnx.tensorrt._register import last_plugin_error, modules, register
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 Profile = Mapping[str, Sequence[Sequence[int]]]
-_PROTOBUF_LIMIT = 2**31 - 1
 
 
 class EngineError(RuntimeError):
@@ -125,7 +125,7 @@ def parsed_network(backend: ModuleType, trt: ModuleType, model: onnx.ModelProto,
 
     # The plugin takes exactly the types that the model says; TensorRT 11 and RTX know nothing else.
     typed = hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED")
-    if model.ByteSize() <= _PROTOBUF_LIMIT:
+    if not is_large(model):
         return backend.network_from_onnx_bytes(model.SerializeToString(), strongly_typed=typed)
     path = str(Path(folder, "model.onnx"))
     onnx.save_model(model, path, save_as_external_data=True, location="model.data")
