@@ -88,6 +88,7 @@ def export_onnx(
     opset = DEFAULT_OPSET if opset is None else opset
     if not OLDEST_OPSET <= opset <= NEWEST_OPSET:
         raise ValueError(f"export_onnx: opset is expected to be {OLDEST_OPSET} to {NEWEST_OPSET}, got {opset}")
+    args = _inputs(model, args)
     target = Path(path)
     _check_target(target)
 
@@ -279,6 +280,25 @@ def _kind(node: ir.Node) -> str:
         if f"torch.ops.flashonnx.{name}.default" in node.metadata_props.get("pkg.torch.onnx.fx_node", ""):
             return f"torch.ops.flashonnx.{name}"
     return "scaled_dot_product_attention"
+
+
+def _inputs(model: Any, args: Any) -> tuple[Any, ...]:
+    """The positional inputs, of which torch's exporter says nothing that helps if they, or the model, are none.
+
+    Raises:
+        TypeError: see there.
+    """
+    torch = _torch()
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError("export_onnx: the model is expected to be a module as it was before torch.jit: pass that one")
+    if not isinstance(model, (torch.nn.Module, torch.export.ExportedProgram)):
+        raise TypeError(f"export_onnx: the model is expected to be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(args, (tuple, list)):
+        return tuple(args)
+    if isinstance(args, torch.Tensor):
+        return (args,)
+    hint = "; inputs by name go into kwargs={...}" if isinstance(args, Mapping) else ""
+    raise TypeError(f"export_onnx: args is expected to be a tuple of inputs, got {type(args).__name__}{hint}")
 
 
 def _check_target(path: Path) -> None:

@@ -374,7 +374,21 @@ def test_arguments(tmp_path: Path) -> None:
         export(Sdpa(), args, tmp_path / "missing" / "m.onnx")
     with pytest.raises(IsADirectoryError, match=rf"cannot write '{tmp_path}': it is a folder"):
         export(Sdpa(), args, tmp_path)
+    for model, given, words in (
+        (lambda x: x, args, r"expected to be a torch\.nn\.Module, got function"),
+        (torch.jit.trace(Sdpa(), args), args, "before torch.jit"),
+        (Sdpa(), {"q": args[0]}, "a tuple of inputs, got dict; inputs by name go into kwargs"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            flashonnx.export_onnx(model, given, tmp_path / "m.onnx")
     assert not list(tmp_path.iterdir())
+
+
+def test_inputs_that_are_no_tuple(tmp_path: Path) -> None:
+    """A list of them, or a tensor alone."""
+    x = torch.randn(1, 2, 4, 8)
+    assert flashonnx.export_onnx(Sdpa(), [x, x, x], tmp_path / "m.onnx").fused == 1
+    assert flashonnx.export_onnx(torch.nn.ReLU(), x, tmp_path / "m.onnx").total == 0
 
 
 def test_without_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
