@@ -197,6 +197,7 @@ def check_output(path: str | os.PathLike[str]) -> None:
     Raises:
         FileNotFoundError: there is no such folder.
         IsADirectoryError: it is a folder itself.
+        PermissionError: its folder takes no new files, of which one is made first and then takes its place.
         OSError: it is a device, a pipe or the like, which a file would take the place of.
     """
     target = pathlib.Path(path)
@@ -207,6 +208,8 @@ def check_output(path: str | os.PathLike[str]) -> None:
         raise IsADirectoryError(f"cannot write '{target}': it is a folder")
     if target.exists() and not target.is_file():
         raise OSError(f"cannot write '{target}': it is no ordinary file")
+    if not os.access(pathlib.Path(os.path.realpath(target)).parent, os.W_OK):
+        raise PermissionError(f"cannot write '{target}': nothing can be written to its folder")
 
 
 def save(source: Source, output: str | os.PathLike[str], result: onnx.ModelProto | ir.Model) -> None:

@@ -90,11 +90,12 @@ def export_onnx(
         raise ValueError(f"export_onnx: opset is expected to be {OLDEST_OPSET} to {NEWEST_OPSET}, got {opset}")
     args = _inputs(model, args)
     target = Path(path)
-    _check_target(target)
 
+    from flashonnx.export.model.files import check_output
     from flashonnx.export.operator import schema
     from flashonnx.export.pytorch import nodes as torch_nodes
 
+    check_output(target)
     schema.register_schema()  # torch's exporter makes nodes from schemas
     if kv_cache is not None:
         kw |= {"dynamic_shapes": dynamic_shapes, "opset_version": opset}
@@ -299,13 +300,6 @@ def _inputs(model: Any, args: Any) -> tuple[Any, ...]:
         return (args,)
     hint = "; inputs by name go into kwargs={...}" if isinstance(args, Mapping) else ""
     raise TypeError(f"export_onnx: args is expected to be a tuple of inputs, got {type(args).__name__}{hint}")
-
-
-def _check_target(path: Path) -> None:
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"export_onnx: cannot write '{path}': there is no folder '{path.parent}'")
-    if path.is_dir():
-        raise IsADirectoryError(f"export_onnx: cannot write '{path}': it is a folder; name a file in it")
 
 
 def _write(model: ir.Model, path: Path, external_data: bool | None) -> None:

@@ -39,6 +39,7 @@ class KVCache(Rule):
         if turned is not None:
             query, key = turned[0].source, turned[1].source
             given |= _tables(fusion, builder, node, turned[0])
+            attributes["rotary_interleaved"] = int(turned[0].interleaved)
             attributes["rotary_dim"] = turned[0].dim if _size(facts, query, 3) != turned[0].dim else 0
         flat = [_flat(facts, builder, x) for x in (query, key, value)]
         heads = [_size(facts, x, 1) for x in (query, key)]
@@ -73,20 +74,20 @@ def _rotation(facts: Facts, query: ir.Value, key: ir.Value) -> tuple[Rotation, R
     first, second = rotation(facts, query), rotation(facts, key)
     if first is None or second is None:
         return None
-    same = (first.cos, first.sin, first.dim) == (second.cos, second.sin, second.dim)
-    return (first, second) if same else None
+    return (first, second) if first.angles == second.angles else None
 
 
 def _tables(fusion: Fusion, builder: Builder, node: ir.Node, turned: Rotation) -> dict[str, ir.Value | None]:
     """Cosines and sines of every token as rows of tables, and which row each token has; once for all layers."""
-    key = ("rotary tables", node.graph, turned.cos, turned.sin)
+    key = ("rotary tables", node.graph, *turned.angles)
     if key in fusion.masks:
         return dict(fusion.masks[key])
-    start, half = builder.ints([0]), turned.dim // 2
+    half = turned.dim // 2
+    bounds = ([0], [turned.dim], [3], [2]) if turned.interleaved else ([0], [half], [3])  # of each angle once
     found: dict[str, ir.Value | None] = {}
     for name, table in (("cos_cache", turned.cos), ("sin_cache", turned.sin)):
         kind = fusion.facts.dtype(table)
-        first = builder.op("Slice", table, start, builder.ints([half]), builder.ints([3]), dtype=kind)
+        first = table if turned.is_once else builder.op("Slice", table, *map(builder.ints, bounds), dtype=kind)
         found[name] = builder.op("Reshape", first, builder.ints([-1, half]), dtype=kind)
     kind = ir.DataType.INT64
     shape = builder.op("Shape", turned.cos, dtype=kind)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import onnx_ir as ir
+from flashonnx.export.values.dims import Dim
 from flashonnx.export.values.facts import Facts
 
 # What keeps two equal halves equal, along the last axis.
@@ -14,26 +15,35 @@ _LONGEST = 12
 
 @dataclasses.dataclass(frozen=True)
 class Rotation:
-    """x turned: (a, b) of halves of its first `dim` elements become (a cos - b sin, b cos + a sin).
+    """x turned: (a, b) of its first `dim` elements become (a cos - b sin, b cos + a sin).
 
     Attributes:
         source: x, (batch, heads, queries, size).
-        cos: (batch or 1, 1, queries, dim), its halves equal.
+        cos: (batch or 1, 1, queries, dim), or with dim / 2 if that `is_once`.
         sin: likewise.
         dim: elements that are turned.
+        interleaved: a and b are neighbours, as are equal cosines, else they are the halves.
+        is_once: each cosine is there for a and b together.
     """
 
     source: ir.Value
     cos: ir.Value
     sin: ir.Value
     dim: int
+    interleaved: bool = False
+    is_once: bool = False
+
+    @property
+    def angles(self) -> tuple[object, ...]:
+        """Equal for tensors that are turned alike."""
+        return self.cos, self.sin, self.dim, self.interleaved, self.is_once
 
 
 def rotation(facts: Facts, value: ir.Value) -> Rotation | None:
     """The rotation that makes `value`, where every part of it is proved."""
-    node = _made(value, "Concat")
-    if node is None:
-        return _whole(facts, value)
+    whole, node = _whole(facts, value), _made(value, "Concat")
+    if whole is not None or node is None:
+        return whole
     if len(node.inputs) != 2 or not _is_last(facts, value, node.attributes["axis"].as_int()):
         return None
     turned, rest = node.inputs
@@ -48,7 +58,37 @@ def rotation(facts: Facts, value: ir.Value) -> Rotation | None:
 
 
 def _whole(facts: Facts, value: ir.Value) -> Rotation | None:
-    """Add(Mul(x, cos), Mul(Concat(Neg(second half of x), first half of x), sin)), in any order."""
+    return _sum(facts, value) or _of_halves(facts, value)
+
+
+def _of_halves(facts: Facts, value: ir.Value) -> Rotation | None:
+    """Concat(a cos - b sin, b cos + a sin) of the halves a and b, the sum in any order."""
+    node = _made(value, "Concat")
+    if node is None or len(node.inputs) != 2 or not _is_last(facts, value, node.attributes["axis"].as_int()):
+        return None
+    less, more = _made(node.inputs[0], "Sub"), _made(node.inputs[1], "Add")
+    products = [_made(item, "Mul") for made in (less, more) if made is not None for item in made.inputs]
+    if len(products) != 4 or None in products:
+        return None
+    a_cos, b_sin, *others = ([*product.inputs] for product in products if product is not None)
+    for b_cos, a_sin in (others, others[::-1]):
+        for a, cos in (a_cos, a_cos[::-1]):
+            for b, sin in (b_sin, b_sin[::-1]):
+                dims = facts.dims(value)
+                if {*b_cos} != {b, cos} or {*a_sin} != {a, sin} or None in (a, b, cos, sin) or dims is None:
+                    continue
+                dim = dims[-1].value
+                source = _part(facts, a, 0, dim // 2) if dim is not None and a is not None and len(dims) == 4 else None
+                if dim is None or dim % 2 or source is None or b is None or facts.dims(source) != dims:
+                    continue
+                fits = all(_fits(facts, table, dims[2], dim // 2) for table in (cos, sin))
+                if _part(facts, b, dim // 2, dim) is source and fits and cos is not None and sin is not None:
+                    return Rotation(source, cos, sin, dim, is_once=True)
+    return None
+
+
+def _sum(facts: Facts, value: ir.Value) -> Rotation | None:
+    """X cos + y sin, in any order, where y is (-b, a) for each (a, b) of x."""
     node = _made(value, "Add")
     if node is None:
         return None
@@ -58,6 +98,8 @@ def _whole(facts: Facts, value: ir.Value) -> Rotation | None:
             return None
         for half_turned, sin in (crossed.inputs, crossed.inputs[::-1]):
             source = _half_turned(facts, half_turned)
+            interleaved = source is None
+            source = _pairs_turned(facts, half_turned) if source is None else source
             if source is None or source not in straight.inputs:
                 continue
             cos = straight.inputs[1 - straight.inputs.index(source)]
@@ -67,11 +109,11 @@ def _whole(facts: Facts, value: ir.Value) -> Rotation | None:
             if (
                 dim is None
                 or facts.dims(value) != dims
-                or not all(_is_table(facts, table, dims[2], dim) for table in (cos, sin))
+                or not all(_is_table(facts, table, dims[2], dim, interleaved) for table in (cos, sin))
             ):
                 continue
             assert cos is not None and sin is not None
-            return Rotation(source, cos, sin, dim)
+            return Rotation(source, cos, sin, dim, interleaved)
     return None
 
 
@@ -92,6 +134,40 @@ def _half_turned(facts: Facts, value: ir.Value | None) -> ir.Value | None:
     b = _part(facts, second, size // 2, size) if second is not None else None
     known = facts.dims(a) if a is not None else None
     return a if a is b and known is not None and known == dims else None
+
+
+def _pairs_turned(facts: Facts, value: ir.Value | None) -> ir.Value | None:
+    """x, of which `value` is the second element, negated, and then the first of each two neighbours."""
+    node, dims = _made(value, "Reshape"), facts.dims(value)
+    stacked = _made(node.inputs[0], "Concat") if node is not None else None
+    size = dims[-1].value if dims is not None and len(dims) == 4 else None
+    if stacked is None or dims is None or size is None or size % 2 or len(stacked.inputs) != 2:
+        return None
+    if facts.dims(stacked.outputs[0]) != (*dims[:3], Dim.of(size // 2), Dim.of(2)):
+        return None
+    if not _is_last(facts, stacked.outputs[0], stacked.attributes["axis"].as_int()):
+        return None
+    second, first = (_made(item, "Unsqueeze") for item in stacked.inputs)
+    negated = _made(second.inputs[0], "Neg") if second is not None else None
+    if first is None or negated is None:
+        return None
+    sources = (_every_second(facts, first.inputs[0], 0), _every_second(facts, negated.inputs[0], 1))
+    return sources[0] if sources[0] is sources[1] and facts.dims(sources[0]) == dims else None
+
+
+def _every_second(facts: Facts, value: ir.Value | None, start: int) -> ir.Value | None:
+    """What `value` is elements start, start + 2, ... of the last axis of, which are whole pairs."""
+    node = _made(value, "Slice")
+    if node is None or len(node.inputs) != 5 or node.inputs[0] is None:
+        return None
+    dims = facts.dims(node.inputs[0])
+    numbers = [bound[0].value if (bound := facts.ints(item)) and len(bound) == 1 else None for item in node.inputs[1:]]
+    size = dims[-1].value if dims is not None and dims else None
+    low, high, axis, step = numbers
+    if low is None or high is None or axis is None or size is None or step != 2:
+        return None
+    places = range(size)[low:high:2]
+    return node.inputs[0] if _is_last(facts, node.inputs[0], axis) and places == range(start, size, 2) else None
 
 
 def _part(facts: Facts, value: ir.Value, start: int, end: int | None) -> ir.Value | None:
@@ -128,10 +204,15 @@ def _part(facts: Facts, value: ir.Value, start: int, end: int | None) -> ir.Valu
     return None
 
 
-def _is_table(facts: Facts, value: ir.Value | None, queries: object, dim: int) -> bool:
-    """Whether `value` is (batch or 1, 1, queries, dim) and its halves are equal."""
+def _fits(facts: Facts, value: ir.Value | None, queries: object, dim: int) -> bool:
+    """Whether `value` is (batch or 1, 1, queries, dim)."""
     dims = facts.dims(value)
-    if value is None or dims is None or len(dims) != 4 or dims[1] != 1 or dims[2] != queries or dims[3] != dim:
+    return dims is not None and len(dims) == 4 and dims[1] == 1 and dims[2] == queries and dims[3] == dim
+
+
+def _is_table(facts: Facts, value: ir.Value | None, queries: object, dim: int, interleaved: bool) -> bool:
+    """Whether `value` is (batch or 1, 1, queries, dim) and its halves, or neighbours, are equal."""
+    if value is None or not _fits(facts, value, queries, dim):
         return False
     for _ in range(_LONGEST):
         node = value.producer()
@@ -139,7 +220,9 @@ def _is_table(facts: Facts, value: ir.Value | None, queries: object, dim: int) -
             return False
         if node.op_type == "Concat":
             last = _is_last(facts, value, node.attributes["axis"].as_int())
-            return last and len(node.inputs) == 2 and node.inputs[0] is node.inputs[1]
+            return not interleaved and last and len(node.inputs) == 2 and node.inputs[0] is node.inputs[1]
+        if node.op_type == "Reshape":
+            return interleaved and _is_doubled(facts, node)
         if node.op_type == "Unsqueeze":
             rank, axes = facts.rank(value), facts.ints(node.inputs[1])
             if rank is None or axes is None or any(axis.value in (None, -1, rank - 1) for axis in axes):
@@ -158,6 +241,16 @@ def _is_table(facts: Facts, value: ir.Value | None, queries: object, dim: int) -
         if value is None:
             return False
     return False
+
+
+def _is_doubled(facts: Facts, node: ir.Node) -> bool:
+    """Whether a Reshape puts every element of the last axis beside itself: (..., n, 1) expanded to (..., n, 2)."""
+    expand, dims = _made(node.inputs[0], "Expand"), facts.dims(node.outputs[0])
+    before = facts.dims(expand.inputs[0]) if expand is not None else None
+    if expand is None or dims is None or before is None or len(before) < 2 or before[-1] != 1:
+        return False
+    wide = (*before[:-1], Dim.of(2))
+    return facts.dims(expand.outputs[0]) == wide and dims == (*before[:-2], before[-2] * 2)
 
 
 def _made(value: ir.Value | None, op_type: str) -> ir.Node | None:

@@ -98,6 +98,64 @@ def test_rotation(name: str) -> None:
     assert not {"Neg", "Transpose"} & op_types(fused)
 
 
+# Neighbours turned, by tables that have each number twice; and halves, by tables that have it once.
+PAIRS = """
+    av = Unsqueeze(angle, last) twice = Constant<value_ints=[1,1,1,2]>() ax = Expand(av, twice)
+    flat = Constant<value_ints=[0,0,8]>() aw = Reshape(ax, flat) pc3 = Cos(aw) pz3 = Sin(aw)
+    pcos = Unsqueeze(pc3, o1) psin = Unsqueeze(pz3, o1)
+"""
+NEIGHBOURS = """
+    {x}a = Slice({x}, o0, end, o3, a2) {x}b = Slice({x}, o1, end, o3, a2) {x}m = Neg({x}b)
+    {x}u = Unsqueeze({x}m, last) {x}w = Unsqueeze({x}a, last) {x}k = Concat<axis=-1>({x}u, {x}w)
+    {x}o = Constant<value_ints=[0,{heads},-1,8]>() {x}h = Reshape({x}k, {x}o)
+    {x}c = Mul({x}, {c}) {x}z = Mul({x}h, psin) {x}r = Add({x}c, {x}z)
+"""
+ONCE = "oc = Cos(angle) oz = Sin(angle) ocos = Unsqueeze(oc, o1) osin = Unsqueeze(oz, o1)"
+BOTH_HALVES = """
+    {x}a, {x}b = Split<axis=3, num_outputs=2>({x}) {x}ac = Mul({x}a, ocos) {x}bz = Mul({x}b, osin)
+    {x}bc = Mul({x}b, ocos) {x}az = Mul(osin, {x}a) {x}l = Sub({x}ac, {x}bz) {x}m = Add({x}bc, {x}az)
+    {x}r = Concat<axis=-1>({x}l, {x}m)
+"""
+
+
+def neighbours(c: str = "pcos") -> str:
+    last = "last = Constant<value_ints=[-1]>()"
+    return last + PAIRS + "".join(NEIGHBOURS.format(x=x, heads=n, c=c) for x, n in (("q", 4), ("k", 2)))
+
+
+def halves() -> str:
+    return ONCE + BOTH_HALVES.format(x="q") + BOTH_HALVES.format(x="k")
+
+
+@library
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotation_of_neighbours_and_by_single_tables(interleaved: bool) -> None:
+    node, fused = check(model(neighbours() if interleaved else halves()))
+    assert list(node.input[:3]) == ["q3", "k3", "v3"] and node.input[8] and node.input[9] and node.input[10]
+    assert attributes(node).get("rotary_interleaved", 0) == interleaved
+    assert not {"Neg", "Sub", "Transpose"} & op_types(fused)
+
+
+NOT_QUITE = {
+    "equal halves for neighbours": neighbours("cos"),
+    "neighbours of two tensors": neighbours().replace("qb = Slice(q, o1", "qq = Add(q, cos) qb = Slice(qq, o1"),
+    "the same neighbour twice": neighbours().replace("qb = Slice(q, o1", "qb = Slice(q, o0"),
+    "the second one not negated": neighbours().replace("Unsqueeze(qm", "Unsqueeze(qb"),
+    "first and second in the other order": neighbours().replace("Concat<axis=-1>(qu, qw)", "Concat<axis=-1>(qw, qu)"),
+    "difference the other way round": halves().replace("Sub(qac, qbz)", "Sub(qbz, qac)"),
+    "sines where cosines belong": halves().replace("qbc = Mul(qb, ocos)", "qbc = Mul(qb, osin)"),
+    "one half twice": halves().replace("qbc = Mul(qb, ocos)", "qbc = Mul(qa, ocos)"),
+    "the halves in the other order": halves().replace("Concat<axis=-1>(ql, qm)", "Concat<axis=-1>(qm, ql)"),
+}  # fmt: skip
+
+
+@library
+@pytest.mark.parametrize("name", NOT_QUITE)
+def test_nearly_such_a_rotation(name: str) -> None:
+    node, _ = check(model(NOT_QUITE[name]))
+    assert not any(node.input[8:])
+
+
 @library
 def test_part_of_the_head() -> None:
     """The first half of each head is turned, the rest goes by."""

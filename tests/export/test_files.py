@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import flashonnx
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -290,6 +291,18 @@ def test_output_that_is_a_folder(model: onnx.ModelProto, tmp_path: Path) -> None
     with pytest.raises(IsADirectoryError, match="it is a folder"):
         fuse(model, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_takes_no_files(model: onnx.ModelProto, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said before any work is done, also by the export."""
+    monkeypatch.setattr(os, "access", lambda _, mode: mode != os.W_OK)  # a super-user may write everywhere
+    expected = r"cannot write '.*out\.onnx': nothing can be written to its folder"
+    for function in (fuse, unfuse):
+        with pytest.raises(PermissionError, match=expected):
+            function(model, tmp_path / "out.onnx")
+    torch = pytest.importorskip("torch")
+    with pytest.raises(PermissionError, match=expected):
+        flashonnx.export_onnx(torch.nn.ReLU(), torch.ones(2), tmp_path / "out.onnx")
 
 
 def test_output_that_is_a_pipe(model: onnx.ModelProto, tmp_path: Path) -> None:

@@ -38,6 +38,10 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
                 {**_CACHED, **_MORE, "num_local_experts": 4, "num_experts_per_tok": 2,
                  "experts_implementation": "batched_mm",
                  "layer_types": ["sliding_attention", "full_attention"]}),
+    "cohere": ("CohereForCausalLM", "CohereConfig",  # neighbours are turned
+               {**_CACHED, "tie_word_embeddings": False, "logit_scale": 1.0}),
+    "glm": ("GlmForCausalLM", "GlmConfig", {**_CACHED, "head_dim": 8, "pad_token_id": 0}),  # half of them
+    "ernie": ("Ernie4_5ForCausalLM", "Ernie4_5Config", {**_CACHED, "head_dim": 8, "tie_word_embeddings": False}),
 }  # fmt: skip
 EVERYDAY = ("llama", "gpt2")
 EACH = [pytest.param(name, marks=[] if name in EVERYDAY else pytest.mark.slow) for name in MODELS]
@@ -163,6 +167,16 @@ def test_inputs_and_outputs(exported: Any) -> None:
         **{f"present.{name}": cache for name in numbered},
     }
     assert not {"Softmax", "Where", "Trilu"} & {node.op_type for node in graph.node}  # no masks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt2"])
+def test_rotation_is_in_the_operator(name: str, exported: Any) -> None:
+    """As halves or as neighbours, of whole heads or of their first part: nothing of it is left in the graph."""
+    graph = onnx.load(exported(name)[1]).graph
+    nodes = [node for node in graph.node if node.domain == "flashonnx"]
+    assert len(nodes) == 2 and all(node.input[8] and node.input[9] and node.input[10] for node in nodes)
+    assert "Neg" not in {node.op_type for node in graph.node}
 
 
 def test_windows_are_attributes(exported: Any) -> None:

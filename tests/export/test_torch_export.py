@@ -376,7 +376,7 @@ def test_arguments(tmp_path: Path) -> None:
         export(Sdpa(), args, tmp_path)
     for model, given, words in (
         (lambda x: x, args, r"expected to be a torch\.nn\.Module, got function"),
-        (torch.jit.trace(Sdpa(), args), args, "before torch.jit"),
+        (torch.jit.ScriptModule(), args, "before torch.jit"),
         (Sdpa(), {"q": args[0]}, "a tuple of inputs, got dict; inputs by name go into kwargs"),
     ):
         with pytest.raises(TypeError, match=words):

@@ -38,18 +38,13 @@ def check_writable(path: Path) -> None:
 
     Raises:
         ValueError: it is "-", which stands for stdout elsewhere.
-        FileNotFoundError: there is no such folder.
-        IsADirectoryError: it is a folder itself.
-        PermissionError: its folder takes no new files, of which one is made first and then takes its place.
+        OSError: whatever keeps `flashonnx.fuse` from writing there.
     """
     if str(path) == "-":  # weights may go into a second file, and stdout says what was done
         raise ValueError("cannot write to '-': models and reports go to files, not to stdout, which has the report")
-    if not path.absolute().parent.is_dir():
-        raise FileNotFoundError(f"cannot write '{path}': there is no folder '{path.parent}'")
-    if path.is_dir():
-        raise IsADirectoryError(f"cannot write '{path}': it is a folder")
-    if not os.access(path.absolute().parent, os.W_OK):
-        raise PermissionError(f"cannot write '{path}': nothing can be written to its folder")
+    from flashonnx.export.model.files import check_output
+
+    check_output(path)
 
 
 def write(path: Path, content: str | bytes) -> None:
