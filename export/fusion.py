@@ -215,12 +215,14 @@ def _by_rules(fusion: Fusion, candidate: Candidate) -> tuple[Site, ir.Node | Non
             assert node is not None
             if candidate.kind == "Attention" or candidate.kind in schema.OPERATORS:
                 node.name = candidate.node.name
-            remark = "; ".join(filter(None, [rewrite.remark, *reasons]))  # of rules that would have made more of it
+            remark = "; ".join(
+                dict.fromkeys(filter(None, [rewrite.remark, *reasons]))
+            )  # of rules that would have made more of it
             return Site(name, candidate.kind, True, remark, describe(fusion, node)), node
     if candidate.kind in schema.OPERATORS:  # it is what it shall be, if not in its best form
         became = describe(fusion, candidate.node) if candidate.kind != schema.OP_TYPE else ""
         return Site(name, candidate.kind, True, "already fused", became), candidate.node
-    return left("; ".join(filter(None, reasons)))
+    return left("; ".join(dict.fromkeys(filter(None, reasons))))
 
 
 def apply(fusion: Fusion, rewrite: Rewrite) -> None:

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 
@@ -34,7 +35,9 @@ class Source:
         if isinstance(self.original, ir.Model):
             return self.model
         try:
-            return ir.to_proto(self.model)
+            made = ir.to_proto(self.model)
+            made.training_info.extend(self.original.training_info)  # which onnx-ir does not know
+            return made
         except Exception as error:
             raise ValueError(f"the model is not a valid ONNX model: {_root(error)}") from error
 
@@ -80,11 +83,28 @@ def _checked(proto: onnx.ModelProto, what: str) -> ir.Model:
                 "know it: pip install -U onnx)"
             )
     try:
-        model = ir.from_proto(proto)
+        model = ir.from_proto(_dense(proto) if proto.graph.sparse_initializer else proto)
     except Exception as error:
         raise ValueError(f"{what} is not a valid ONNX model: {_root(error)}") from error
     _check(model, what)
     return model
+
+
+def _dense(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy with sparse initializers, which onnx-ir does not know, written out."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(proto)
+    for sparse in copy.graph.sparse_initializer:
+        values = onnx.numpy_helper.to_array(sparse.values)
+        places = onnx.numpy_helper.to_array(sparse.indices)
+        whole = np.zeros(tuple(sparse.dims), values.dtype)
+        if places.ndim == 1:  # counted through all axes, else a place on each
+            whole.reshape(-1)[places] = values
+        else:
+            whole[tuple(places.T)] = values
+        copy.graph.initializer.append(onnx.numpy_helper.from_array(whole, sparse.values.name))
+    del copy.graph.sparse_initializer[:]
+    return copy
 
 
 def _check(model: ir.Model, what: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import flashonnx
 import numpy as np
@@ -72,6 +73,21 @@ def test_the_rest_is_kept(model: onnx.ModelProto) -> None:
     assert fused.graph.input == model.graph.input
     assert fused.graph.output == model.graph.output
     assert fused.producer_name == model.producer_name
+
+
+@pytest.mark.parametrize("places", [[3, 17], [[0, 3], [1, 1]]], ids=["counted", "by axis"])
+def test_sparse_weights(model: onnx.ModelProto, places: list[Any]) -> None:
+    """onnx-ir does not know them, nor what trains a model: the first are written out, the second is kept."""
+    sparse = model.graph.sparse_initializer.add(dims=[16, 16])
+    sparse.values.CopyFrom(numpy_helper.from_array(np.array([1.5, -2.0], np.float32), "sparse"))
+    sparse.indices.CopyFrom(numpy_helper.from_array(np.array(places), "places"))
+    model.graph.node[0].input[1] = "sum"
+    model.graph.node.insert(0, helper.make_node("Add", ["w", "sparse"], ["sum"]))
+    model.training_info.add().algorithm.name = "training"
+    fused, report = fuse(model)
+    assert report.fused == 1 and fused.training_info == model.training_info
+    inputs = random_inputs(model, {"b": 2, "s": 5})
+    np.testing.assert_allclose(run(fused, inputs)[0], run(model, inputs)[0], atol=1e-5)
 
 
 def external(model: onnx.ModelProto, folder: Path) -> Path:
