@@ -326,6 +326,13 @@ def test_reports(flashonnx_command: Command) -> None:
     assert growth("t", [r for r in results() if r.length == 64]).startswith(b"\x89PNG")
 
 
+def test_options_of_the_other_kind(plain: Path, flashonnx_command: Command) -> None:
+    """They would change nothing."""
+    for option in (("--heads", 4), ("--kv-heads", 2), ("--size", 32), ("--dtype", "float16"), ("--causal",)):
+        assert f"{option[0]} is of attention alone" in flashonnx_command("bench", plain, *option, *QUICK, code=2)
+    assert "--dim is of a model" in flashonnx_command("bench", "--dim", "s=3", *QUICK, code=2)
+
+
 def test_what_cannot_be_measured_is_said_first(plain: Path, flashonnx_command: Command) -> None:
     Path("junk.onnx").write_bytes(b"junk")
     for arguments, said in (

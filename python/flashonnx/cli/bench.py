@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 KINDS = ("html", "json", "png", "csv")
 _LENGTHS = {"cpu": "128,256,512,1024,2048", "cuda": "512,1024,2048,4096,8192,16384"}
+HEADS, SIZE = 8, 64  # of attention alone
 FIXED = 0  # the length of a model of which no axis varies
 _CLOSE = 1e-2  # of the largest value: what float16 models differ by at most, when nothing is wrong
 
@@ -53,9 +54,9 @@ def bench(
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Size of the batch.")] = 1,
     dim: Dim = None,
-    heads: Annotated[int, typer.Option(min=1, help="Query heads of attention alone.")] = 8,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads of attention alone.")] = HEADS,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="Key heads; default: as many as query heads.")] = None,
-    size: Annotated[int, typer.Option(min=1, help="Size of a head.")] = 64,
+    size: Annotated[int, typer.Option(min=1, help="Size of a head.")] = SIZE,
     dtype: Annotated[
         DType | None, typer.Option(help="Type of attention alone; default: float16 on a GPU, else float32.")
     ] = None,
@@ -86,6 +87,17 @@ def bench(
         from flashonnx.cli._figures import require
 
         require()
+    alone = {
+        "--heads": heads != HEADS,
+        "--kv-heads": kv_heads,
+        "--size": size != SIZE,
+        "--dtype": dtype,
+        "--causal": causal,
+    }
+    for option in [option for option, given in alone.items() if given and model is not None]:
+        raise ValueError(f"bench: {option} is of attention alone, not of a model")
+    if dim and model is None:
+        raise ValueError("bench: --dim is of a model, of which none is given")
     best = _default_device(model is not None)
     if device is Device.CUDA and best is not Device.CUDA:
         raise ValueError("bench: --device cuda: nothing here can use a GPU; flashonnx doctor says why")
