@@ -13,9 +13,13 @@ from flashonnx import _sampling  # noqa: E402
 from flashonnx._sampling import Draw  # noqa: E402
 
 
+def rows(logits: Any, how: Draw, randoms: list[Any]) -> list[int]:
+    return _sampling.choose(_sampling.greatest(logits), lambda: logits, how, randoms)
+
+
 def choose(logits: Any, how: Draw, random: Any) -> int:
     """Of one row."""
-    (token,) = _sampling.choose(logits[None], how, [random])
+    (token,) = rows(logits[None], how, [random])
     return token
 
 
@@ -115,7 +119,7 @@ def test_rows_are_chosen_apart(dtype: Any) -> None:
     logits[1] -= dtype(10)
     for how in (Draw(), Draw(0.9), Draw(2.0, 40, 0.9)):
         alone = [choose(row, how, np.random.default_rng(n)) for n, row in enumerate(logits)]
-        assert _sampling.choose(logits, how, [np.random.default_rng(n) for n in range(5)]) == alone
+        assert rows(logits, how, [np.random.default_rng(n) for n in range(5)]) == alone
     logits[3, 7] = np.nan
     with pytest.raises(FloatingPointError, match="NaN"):
-        _sampling.choose(logits, Draw(), [random] * 5)
+        rows(logits, Draw(), [random] * 5)

@@ -7,7 +7,7 @@ but the few that may be drawn.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,26 +33,43 @@ class Draw:
     top_p: float = 1.0
 
 
-def choose(logits: NDArray[Any], how: Draw, randoms: Sequence[np.random.Generator]) -> list[int]:
+def choose(
+    best: tuple[list[int], list[float]],
+    logits: Callable[[], NDArray[Any]],
+    how: Draw,
+    randoms: Sequence[np.random.Generator],
+) -> list[int]:
     """A token for each row of logits, (rows, words) of float32 or float16; each row draws with its own generator.
+
+    Args:
+        best: where the greatest of each row is, and how great: see `greatest`.
+        logits: gives them; is not asked where nothing is drawn.
+        how: to choose.
+        randoms: the rows' generators.
 
     Raises:
         FloatingPointError: the greatest of a row is NaN or infinite.
     """
-    greatest = _greatest(logits)
-    if not all(math.isfinite(logits.item(row, token)) for row, token in enumerate(greatest)):
+    tokens, values = best
+    if not all(map(math.isfinite, values)):
         raise FloatingPointError("Generator: the model's logits are expected to be finite, got NaN or infinity")
     if not how.temperature:
-        return greatest
-    return [_draw(row, row[token], how, random) for row, token, random in zip(logits, greatest, randoms, strict=True)]
+        return tokens
+    return [_draw(row, value, how, random) for row, value, random in zip(logits(), values, randoms, strict=True)]
 
 
-def _draw(logits: NDArray[Any], greatest: Any, how: Draw, random: np.random.Generator) -> int:
+def greatest(logits: NDArray[Any]) -> tuple[list[int], list[float]]:
+    """Where the greatest of each row is, of equal ones the first, NaN being the greatest; and how great it is."""
+    tokens = _places(logits)
+    return tokens, [logits.item(row, token) for row, token in enumerate(tokens)]
+
+
+def _draw(logits: NDArray[Any], most: float, how: Draw, random: np.random.Generator) -> int:
     kept = _greatest_few(_ordered(logits), how.top_k) if 0 < how.top_k < len(logits) else None
     some = (logits if kept is None else logits[kept]).astype(np.float32, copy=False)
     temperature = max(np.float32(how.temperature), np.finfo(np.float32).tiny)  # smaller ones would become 0
     with np.errstate(over="ignore"):
-        weights = np.exp((some - np.float32(greatest)) / temperature)
+        weights = np.exp((some - np.float32(most)) / temperature)
     if how.top_p < 1:
         nucleus = _nucleus(weights, how.top_p)
         kept, weights = nucleus if kept is None else kept[nucleus], weights[nucleus]
@@ -60,8 +77,8 @@ def _draw(logits: NDArray[Any], greatest: Any, how: Draw, random: np.random.Gene
     return token if kept is None else int(kept[token])
 
 
-def _greatest(logits: NDArray[Any]) -> list[int]:
-    """Where the greatest of each row is, of equal ones the first.
+def _places(logits: NDArray[Any]) -> list[int]:
+    """Where the greatest are.
 
     NumPy compares float16 slowly. Their bits as integers are in the order of the numbers if these are positive, NaN
     last; negative ones have greater bits, if these are unsigned, in the opposite order, and NaN last again.
@@ -69,11 +86,11 @@ def _greatest(logits: NDArray[Any]) -> list[int]:
     if logits.dtype != np.float16:
         return logits.argmax(1).tolist()
     signed, unsigned = logits.view(np.int16), logits.view(np.uint16)
-    greatest = signed.argmax(1).tolist()
+    places = signed.argmax(1).tolist()
     for row, last in enumerate(unsigned.argmax(1).tolist()):
-        if signed.item(row, greatest[row]) <= 0 or unsigned.item(row, last) > _NEGATIVE_INFINITY:
-            greatest[row] = int(logits[row].astype(np.float32).argmax())  # rare: none is positive, or there is NaN
-    return greatest
+        if signed.item(row, places[row]) <= 0 or unsigned.item(row, last) > _NEGATIVE_INFINITY:
+            places[row] = int(logits[row].astype(np.float32).argmax())  # rare: none is positive, or there is NaN
+    return places
 
 
 def _ordered(logits: NDArray[Any]) -> NDArray[Any]:
