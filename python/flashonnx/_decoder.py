@@ -100,7 +100,7 @@ class Decoder:
         self._on_device = self._chooses()
         if self._on_device:
             find_greatest(graph)
-        self._inputs = {value.name: value.dtype.name for value in graph.inputs}
+        self._inputs = {value.name: _kind(value) for value in graph.inputs if not value.is_initializer()}
         if source.folder is not None:
             options.add_session_config_entry(_FOLDER, str(Path(source.folder).absolute()))
             _inline_small(source.model)
@@ -127,7 +127,7 @@ class Decoder:
             )
         logits = outputs["logits"]
         for value in (*inputs.values(), logits):
-            kind = value.dtype.name if value.dtype is not None else "no type"
+            kind = _kind(value)
             if kind == "BFLOAT16":
                 raise ValueError(_NO_BFLOAT16)
             if kind not in _TYPES:
@@ -135,7 +135,7 @@ class Decoder:
         shape, ids = logits.shape, inputs["input_ids"].shape
         if shape is None or len(shape) != 3 or not isinstance(shape[2], int) or ids is None or shape[1] != ids[1]:
             raise ValueError(f"Generator: 'logits' is expected to be (batch, sequence, words), got {shape}")
-        self.words, self._logits_type = shape[2], _TYPES[logits.dtype.name]
+        self.words, self._logits_type = shape[2], _TYPES[_kind(logits)]
         self._shapes = {name: [_size(dim) for dim in inputs[name].shape or ()] for name in caches}
         return logits
 
@@ -226,6 +226,10 @@ def _need_cuda(providers: list[str]) -> None:
     why = "pip install onnxruntime-gpu" if "CUDAExecutionProvider" not in providers else cuda_unavailable()
     if why is not None:
         raise LibraryError(f"Generator: device='cuda' is not to be had with providers {', '.join(providers)}: {why}")
+
+
+def _kind(value: ir.Value) -> str:
+    return value.dtype.name if value.dtype is not None else "no type"
 
 
 def _inline_small(model: ir.Model) -> None:

@@ -40,7 +40,7 @@ def take_last(graph: ir.Graph, logits: ir.Value) -> None:
         head.replace_input_with(0, last)
         _forget_shapes(head)
         last = logits
-    last.name, last.dtype, last.shape = LOGITS, logits.dtype, shape
+    last.name, last.type, last.shape = LOGITS, logits.type, shape
     graph.outputs[list(graph.outputs).index(logits)] = last
 
 
@@ -52,9 +52,9 @@ def find_greatest(graph: ir.Graph) -> None:
     tokens = ir.node("ArgMax", [logits], {"axis": 2, "keepdims": 1}, name=f"{TOKENS}.argmax")
     greatest = ir.node("GatherElements", [logits, tokens.outputs[0]], {"axis": 2}, name=f"{GREATEST}.gather")
     graph.extend([tokens, greatest])
-    for node, name, dtype in ((tokens, TOKENS, ir.DataType.INT64), (greatest, GREATEST, logits.dtype)):
+    for node, name, kind in ((tokens, TOKENS, ir.TensorType(ir.DataType.INT64)), (greatest, GREATEST, logits.type)):
         value = node.outputs[0]
-        value.name, value.dtype, value.shape = name, dtype, ir.Shape(["batch", 1, 1])
+        value.name, value.type, value.shape = name, kind, ir.Shape(["batch", 1, 1])
         graph.outputs.append(value)
 
 
@@ -68,7 +68,7 @@ def bring(value: ir.Value) -> None:
     readers = tuple(value.uses())
     copy = ir.node("Abs", [value], name=f"flashonnx.{value.name}.bring")  # nothing that an optimizer sees through
     copy.outputs[0].name = f"flashonnx.{value.name}"
-    copy.outputs[0].dtype, copy.outputs[0].shape = value.dtype, value.shape
+    copy.outputs[0].type, copy.outputs[0].shape = value.type, value.shape
     for node, index in readers:
         node.replace_input_with(index, copy.outputs[0])
     assert value.graph is not None
@@ -83,7 +83,7 @@ def _head(logits: ir.Value) -> ir.Node | None:
             more = node.inputs[1:]
             two = node.op_type != "MatMul" or _rank(more[0]) == 2
             return node if two and all(_rank(other) is not None for other in more if other is not None) else None
-        varying = [each for each in node.inputs if each is not None and (_rank(each) is None or _rank(each) > 1)]
+        varying = [each for each in node.inputs if each is not None and _rank(each) not in (0, 1)]
         if node.op_type not in _BY_TOKEN or len(varying) != 1 or varying[0].is_graph_output():
             return None
         value, others = varying[0], 1
