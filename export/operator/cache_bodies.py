@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -184,7 +185,7 @@ class _Body:
         """Q, K and V, which stand side by side in Q."""
         s = self.s
         ends = np.cumsum([0, s.q_heads * s.size, s.kv_heads * s.size, s.kv_heads * s.value_size]).tolist()
-        pairs = zip(ends, ends[1:], strict=False)
+        pairs = itertools.pairwise(ends)
         return [self.w.op("Slice", "Q", *(self.w.ints(n) for n in (start, end, 2))) for start, end in pairs]
 
     def _float(self, name: str) -> str:

@@ -80,8 +80,8 @@ Appends the new keys K and values V to a cache, in place where the runtime gives
 attends to all that is in it. Sequence b had n = cache_lengths[b] keys; new key i goes to slot n + i; query i stands at
 (keys afterwards) - (queries) + i, from which the causal triangle and the windows count. The cache is (batch, heads,
 capacity, size), or with block_table pages (pages, page_size, heads, size). cu_seqlens_q makes Q, K and V packed tokens.
-Queries and new keys are rotated first where cos_cache and sin_cache are given. With qkv_layout "gqa" Q alone carries all
-three, each token's query heads, key heads and value heads. The rest is as in FlashAttention.
+Queries and new keys are rotated first where cos_cache and sin_cache are given. With qkv_layout "gqa" Q alone is
+given, each token's query heads, key heads and value heads side by side. The rest is as in FlashAttention.
 """,
         VARLEN: """
 Attention of each of several sequences whose tokens are packed without padding: sequence b has queries

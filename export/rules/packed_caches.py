@@ -25,8 +25,8 @@ def uncut(fusion: Fusion, node: ir.Node) -> list[ir.Node]:
         if source is None or _source(value) is not source or width is None or _start(facts, value) != end:
             return []
         end += width
-    dims = facts.dims(source)
-    if dims is None or dims[-1].value != end:
+    whole = facts.dims(source)
+    if whole is None or whole[-1].value != end:
         return []
     for index, value in enumerate((source, None, None)):
         node.replace_input_with(index, value)
@@ -53,8 +53,8 @@ def _start(facts: Facts, value: ir.Value) -> int | None:
         known = [width for width in widths if width is not None]
         return sum(known) if len(known) == len(before) else None
     starts, _, axes, steps = ([*node.inputs[1:], None, None, None, None])[:4]
-    start, axis, step = (_number(facts, each) for each in (starts, axes, steps))
-    is_last = axis in (rank - 1, -1)
+    start, cut, step = (_number(facts, each) for each in (starts, axes, steps))
+    is_last = cut in (rank - 1, -1)
     return start if is_last and (steps is None or step == 1) and start is not None and start >= 0 else None
 
 
