@@ -28,8 +28,8 @@ def uncut(fusion: Fusion, node: ir.Node) -> list[ir.Node]:
     whole = facts.dims(source)
     if whole is None or whole[-1].value != end:
         return []
-    for index, value in enumerate((source, None, None)):
-        node.replace_input_with(index, value)
+    for index, given in enumerate((source, None, None)):
+        node.replace_input_with(index, given)
     node.attributes["qkv_layout"] = ir.AttrString("qkv_layout", "gqa")
     return [made for value in tensors if (made := value.producer()) is not None]
 
