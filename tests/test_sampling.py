@@ -14,7 +14,7 @@ from flashonnx._sampling import Draw  # noqa: E402
 
 
 def rows(logits: Any, how: Draw, randoms: list[Any]) -> list[int]:
-    return _sampling.choose(_sampling.greatest(logits), lambda: logits, how, randoms)
+    return _sampling.choose(_sampling.greatest(logits), lambda temperature: (logits, False), how, randoms)
 
 
 def choose(logits: Any, how: Draw, random: Any) -> int:

@@ -16,6 +16,7 @@ from flashonnx._last_logits import GREATEST, LOGITS, ROWS, TOKENS, bring, find_g
 from flashonnx._library import LibraryError
 from flashonnx._runtime import checked_onnxruntime, cuda_unavailable, default_providers, session
 from flashonnx._sampling import greatest
+from flashonnx._weights import Weights
 
 if TYPE_CHECKING:
     import onnx
@@ -67,7 +68,8 @@ class Decoder:
         graph = cuda_graph and device == "cuda"
         given = {"device_id": str(device_id), "enable_cuda_graph": str(int(graph)), **(provider_options or {})}
         cuda = [("CUDAExecutionProvider", given)] if device == "cuda" else []
-        self.session = session(prepared, [*cuda, "CPUExecutionProvider"], options)
+        self._providers = [*cuda, "CPUExecutionProvider"]
+        self.session = session(prepared, self._providers, options)
         if cuda and "CUDAExecutionProvider" not in self.session.get_providers():
             raise LibraryError(
                 "Generator: device='cuda': ONNX Runtime could not load its CUDA provider; it says why above"
@@ -154,7 +156,8 @@ class Decoder:
         self._order = np.arange(batch)
         array = pages((batch, 1, self.words), self._logits_type)
         logits = self._ort.OrtValue.ortvalue_from_numpy(array, *self._place)
-        self._read = reader(array, logits, self._place[0])
+        self._read, self._logits = reader(array, logits, self._place[0]), logits
+        self._weights: Weights | None = None
         bound: dict[str, Any] = {}
         if self.paged:
             self.table = np.zeros((batch, pages_per_request), _TYPES[self._inputs["block_table"]])
@@ -212,6 +215,18 @@ class Decoder:
         """(places, words) of the last run, valid until the next."""
         logits = self._read()[:, 0]
         return logits if len(places) == len(logits) else logits[places]
+
+    def rows(self, places: Sequence[int], temperature: float) -> tuple[NDArray[Any], bool]:
+        """For draws: chances up to a factor, and True, where the device makes them; else `logits`, and False."""
+        if not self._on_device:
+            return self.logits(places), False
+        if self._weights is None:
+            self._weights = Weights(
+                self._ort, self._place, self._providers, self._logits, self._logits_type, self._exchange,
+                self._single_options,
+            )  # fmt: skip
+        weights = self._weights(temperature)
+        return weights if len(places) == len(weights) else weights[places], True
 
     def greatest(self, places: Sequence[int]) -> tuple[list[int], list[float]]:
         """Where the greatest logit of these requests is, of equal ones the first; and how great."""

@@ -6,6 +6,7 @@ but the few that may be drawn.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _BLOCK = 128
+_NOT_FINITE = "Generator: the model's logits are expected to be finite, got NaN or infinity"
 _NEGATIVE_INFINITY = 0xFC00  # in float16; NaN is beyond it
 
 
@@ -35,7 +37,7 @@ class Draw:
 
 def choose(
     best: tuple[list[int], list[float]],
-    logits: Callable[[], NDArray[Any]],
+    rows: Callable[[float], tuple[NDArray[Any], bool]],
     how: Draw,
     randoms: Sequence[np.random.Generator],
 ) -> list[int]:
@@ -43,7 +45,7 @@ def choose(
 
     Args:
         best: where the greatest of each row is, and how great: see `greatest`.
-        logits: gives them; is not asked where nothing is drawn.
+        rows: is asked where something is drawn, with the temperature: the logits and False, or their weights and True.
         how: to choose.
         randoms: the rows' generators.
 
@@ -52,10 +54,16 @@ def choose(
     """
     tokens, values = best
     if not all(map(math.isfinite, values)):
-        raise FloatingPointError("Generator: the model's logits are expected to be finite, got NaN or infinity")
+        raise FloatingPointError(_NOT_FINITE)
     if not how.temperature:
         return tokens
-    return [_draw(row, value, how, random) for row, value, random in zip(logits(), values, randoms, strict=True)]
+    temperature = max(np.float32(how.temperature), np.finfo(np.float32).tiny)  # smaller ones would become 0
+    given, are_weights = rows(float(temperature))
+    result = []
+    for row, value, random in zip(given, values, randoms, strict=True):
+        weigh = functools.partial(_weighed, most=None if are_weights else np.float32(value), temperature=temperature)
+        result.append(_draw(row, weigh, how, random))
+    return result
 
 
 def greatest(logits: NDArray[Any]) -> tuple[list[int], list[float]]:
@@ -64,17 +72,24 @@ def greatest(logits: NDArray[Any]) -> tuple[list[int], list[float]]:
     return tokens, [logits.item(row, token) for row, token in enumerate(tokens)]
 
 
-def _draw(logits: NDArray[Any], most: float, how: Draw, random: np.random.Generator) -> int:
-    kept = _greatest_few(_ordered(logits), how.top_k) if 0 < how.top_k < len(logits) else None
-    some = (logits if kept is None else logits[kept]).astype(np.float32, copy=False)
-    temperature = max(np.float32(how.temperature), np.finfo(np.float32).tiny)  # smaller ones would become 0
-    with np.errstate(over="ignore"):
-        weights = np.exp((some - np.float32(most)) / temperature)
+def _draw(
+    row: NDArray[Any], weigh: Callable[[NDArray[Any]], NDArray[np.float32]], how: Draw, random: np.random.Generator
+) -> int:
+    kept = _greatest_few(_ordered(row), how.top_k) if 0 < how.top_k < len(row) else None
+    weights = weigh(row if kept is None else row[kept])
     if how.top_p < 1:
         nucleus = _nucleus(weights, how.top_p)
         kept, weights = nucleus if kept is None else kept[nucleus], weights[nucleus]
     token = _drawn(weights, random.random())
     return token if kept is None else int(kept[token])
+
+
+def _weighed(some: NDArray[Any], most: np.float32 | None, temperature: np.float32) -> NDArray[np.float32]:
+    """Chances of some logits, up to a factor; without `most`, the greatest logit, they are that already."""
+    if most is None:
+        return some
+    with np.errstate(over="ignore"):
+        return np.exp((some.astype(np.float32, copy=False) - most) / temperature)
 
 
 def _places(logits: NDArray[Any]) -> list[int]:
@@ -103,9 +118,14 @@ def _ordered(logits: NDArray[Any]) -> NDArray[Any]:
 
 def _greatest_few(x: NDArray[Any], count: int) -> NDArray[np.intp]:
     """Where the `count` greatest are, in the order of their places."""
-    places, blocks = np.arange(len(x)), np.maximum.reduceat(x, np.arange(0, len(x), _BLOCK))
-    if count < len(blocks):
-        places = np.flatnonzero(x >= np.partition(blocks, -count)[-count])  # as many are at least that
+    groups = len(x) // _BLOCK
+    if (
+        count < groups
+    ):  # as many groups have one that is at least the count-th of their greatest; every groups-th is one
+        greatest = x[: groups * _BLOCK].reshape(_BLOCK, groups).max(0)
+        places = np.flatnonzero(x >= np.partition(greatest, -count)[-count])
+    else:
+        places = np.arange(len(x))
     return np.sort(places[np.argpartition(x[places], -count)[-count:]])
 
 
@@ -122,6 +142,8 @@ def _nucleus(weights: NDArray[np.float32], top_p: float) -> NDArray[np.intp]:
 def _drawn(weights: NDArray[np.float32], share: float) -> int:
     """The place at which the running sum of the weights passes that share of their sum: first the block, then there."""
     blocks = np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK), dtype=np.float64).cumsum()
+    if not math.isfinite(blocks[-1]):
+        raise FloatingPointError(_NOT_FINITE)
     block = min(int(np.searchsorted(blocks, share * blocks[-1], "right")), len(blocks) - 1)
     before = blocks[block - 1] if block else 0.0
     ends = before + weights[block * _BLOCK :][:_BLOCK].cumsum(dtype=np.float64)

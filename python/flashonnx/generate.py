@@ -11,6 +11,7 @@ that is captured once and replayed.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections import deque
@@ -286,4 +287,5 @@ class Generator:
 
     def _choose(self, made: list[tuple[int, _Request]], how: Draw) -> list[int]:
         places, randoms = [b for b, _ in made], [request.random for _, request in made]
-        return choose(self._decoder.greatest(places), lambda: self._decoder.logits(places), how, randoms)
+        rows = functools.partial(self._decoder.rows, places)
+        return choose(self._decoder.greatest(places), rows, how, randoms)
