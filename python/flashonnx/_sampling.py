@@ -119,11 +119,10 @@ def _ordered(logits: NDArray[Any]) -> NDArray[Any]:
 def _greatest_few(x: NDArray[Any], count: int) -> NDArray[np.intp]:
     """Where the `count` greatest are, in the order of their places."""
     groups = len(x) // _BLOCK
-    if (
-        count < groups
-    ):  # as many groups have one that is at least the count-th of their greatest; every groups-th is one
-        greatest = x[: groups * _BLOCK].reshape(_BLOCK, groups).max(0)
-        places = np.flatnonzero(x >= np.partition(greatest, -count)[-count])
+    if count < groups:
+        # Every groups-th number is one group. In as many of them something is at least the count-th of their greatest.
+        most = x[: groups * _BLOCK].reshape(_BLOCK, groups).max(0)
+        places = np.flatnonzero(x >= np.partition(most, -count)[-count])
     else:
         places = np.arange(len(x))
     return np.sort(places[np.argpartition(x[places], -count)[-count:]])
