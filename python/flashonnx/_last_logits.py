@@ -7,6 +7,7 @@ tokens, and no logits but those are ever stored.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,27 +17,29 @@ LOGITS = "flashonnx.logits"  # (batch, 1, words)
 ROWS = "flashonnx.rows"  # (batch, 1) int64: which token, counted over all (batch, sequence)
 TOKENS, GREATEST = "flashonnx.tokens", "flashonnx.greatest"  # (batch, 1, 1): where the greatest logit is, and itself
 _BY_TOKEN = {"Cast", "Identity", "Tanh", "Add", "Sub", "Mul", "Div"}
-_PRODUCTS = {"MatMul", "MatMulNBits"}
+_PRODUCTS = {"MatMul", "MatMulNBits"}  # ONNX's, and com.microsoft's by few bits
 
 
 def take_last(graph: ir.Graph, logits: ir.Value) -> None:
     """Makes the output LOGITS of `logits` (batch, sequence, words): those of the tokens that the input ROWS names."""
     import onnx_ir as ir
 
-    head = _head(logits)
-    features = logits if head is None else head.inputs[0]
-    assert features is not None
+    assert logits.shape is not None and isinstance(logits.shape[2], int)
+    head, words = _head(logits), logits.shape[2]
+    features, width = (logits, words) if head is None else (head.inputs[0], _features(head) or 0)
     rows = ir.Value(name=ROWS, shape=ir.Shape(["batch", 1]), type=ir.TensorType(ir.DataType.INT64))
-    flat = ir.node("Flatten", [features], {"axis": 2}, name=f"{ROWS}.flatten")
-    taken = ir.node("Gather", [flat.outputs[0], rows], {"axis": 0}, name=f"{ROWS}.gather")
-    flat.outputs[0].name, taken.outputs[0].name = f"{ROWS}.all", f"{ROWS}.taken"
+    flat = ir.Value(name=f"{ROWS}.shape", const_value=ir.tensor([-1, width], ir.DataType.INT64, f"{ROWS}.shape"))
+    # No Flatten, which ONNX Runtime has no CUDA kernel for from opset 21 on.
+    reshape = ir.node("Reshape", [features, flat], name=f"{ROWS}.reshape")
+    taken = ir.node("Gather", [reshape.outputs[0], rows], {"axis": 0}, name=f"{ROWS}.gather")
+    reshape.outputs[0].name, taken.outputs[0].name = f"{ROWS}.all", f"{ROWS}.taken"
     graph.inputs.append(rows)
-    assert logits.shape is not None
-    shape, last = ir.Shape(["batch", 1, logits.shape[2]]), taken.outputs[0]
+    graph.register_initializer(flat)
+    shape, last = ir.Shape(["batch", 1, words]), taken.outputs[0]
     if head is None:
-        graph.extend([flat, taken])
+        graph.extend([reshape, taken])
     else:
-        graph.insert_before(head, [flat, taken])
+        graph.insert_before(head, [reshape, taken])
         head.replace_input_with(0, last)
         _forget_shapes(head)
         last = logits
@@ -80,28 +83,48 @@ def _head(logits: ir.Value) -> ir.Node | None:
     value, others = logits, 0  # how many read it beside the node that is looked at
     while (node := value.producer()) is not None and len(value.uses()) == others:
         if node.op_type in _PRODUCTS:
-            more = node.inputs[1:]
-            two = node.op_type != "MatMul" or _rank(more[0]) == 2
-            return node if two and all(_rank(other) is not None for other in more if other is not None) else None
-        varying = [each for each in node.inputs if each is not None and _rank(each) not in (0, 1)]
+            return node if _features(node) is not None else None
+        varying = [each for each in node.inputs if each is not None and not _is_one_row(each)]
         if node.op_type not in _BY_TOKEN or len(varying) != 1 or varying[0].is_graph_output():
             return None
         value, others = varying[0], 1
     return None
 
 
-def _rank(value: ir.Value | None) -> int | None:
+def _is_one_row(value: ir.Value) -> bool:
+    """Whether it is weights that are the same for all tokens."""
+    dims = _dims(value)
+    return dims is not None and len(dims) < 2
+
+
+def _features(product: ir.Node) -> int | None:
+    """How many features it multiplies by weights of two dimensions."""
+    if product.op_type == "MatMul":
+        dims = _dims(product.inputs[1])
+        return dims[0] if dims is not None and len(dims) == 2 else None
+    others = [_dims(value) for value in product.inputs[1:] if value is not None]
+    return product.attributes["K"].as_int() if None not in others else None
+
+
+def _dims(value: ir.Value | None) -> Sequence[int] | None:
     """Of weights, also such that come from a node; None of anything else."""
-    while value is not None:
-        if value.const_value is not None:
-            return len(value.const_value.shape)
-        node = value.producer()
-        if node is not None and node.op_type == "Constant" and "value" in node.attributes:
-            return len(node.attributes["value"].as_tensor().shape)
-        if node is None or node.op_type not in ("Transpose", "Cast", "Identity", "DequantizeLinear"):
-            return None
-        value = node.inputs[0]
-    return None
+    if value is None:
+        return None
+    if value.const_value is not None:
+        return value.const_value.shape.numpy()
+    node = value.producer()
+    if node is None:
+        return None
+    if node.op_type == "Constant" and "value" in node.attributes:
+        return node.attributes["value"].as_tensor().shape.numpy()
+    if node.op_type == "Transpose":
+        dims = _dims(node.inputs[0])
+        return dims[::-1] if dims is not None and len(dims) == 2 and _is_turned(node) else None
+    return _dims(node.inputs[0]) if node.op_type in ("Cast", "Identity", "DequantizeLinear") else None
+
+
+def _is_turned(transpose: ir.Node) -> bool:
+    return "perm" not in transpose.attributes or list(transpose.attributes["perm"].as_ints()) == [1, 0]
 
 
 def _forget_shapes(node: ir.Node) -> None:
