@@ -141,6 +141,20 @@ def test_chosen_in_the_graph(exported: Any, wanted: Any, monkeypatch: pytest.Mon
     assert drawn == Generator(path, device="cpu", **SIZES[0])(PROMPTS, NEW, **how).tokens
 
 
+@pytest.mark.gpu
+def test_draws_on_cuda(exported: Any) -> None:
+    """Of the chances that the device makes the same tokens are drawn as of the CPU's, one after another and at once."""
+    if "CUDAExecutionProvider" not in ort.get_available_providers():
+        pytest.skip("this onnxruntime has no CUDA")
+    _, path = exported("llama", "static")
+    for how in ({"temperature": 0.8}, {"top_k": 20}, {"top_p": 0.9}, {"temperature": 2.0, "top_k": 30, "top_p": 0.8}):
+        want = Generator(path, device="cpu", **SIZES[0])(PROMPTS, NEW, seed=3, **how).tokens
+        for sizes in SIZES[::2]:
+            generator = Generator(path, device="cuda", provider_options={"use_tf32": "0"}, **sizes)
+            assert generator(PROMPTS, NEW, seed=3, **how).tokens == want
+            assert generator(PROMPTS, NEW, seed=4, **how).tokens != want
+
+
 def test_models_from_elsewhere(exported: Any, wanted: Any, tmp_path: Path) -> None:
     """Weights beside the file, bytes, and a model in memory, which stays as it is."""
     onnx = pytest.importorskip("onnx")

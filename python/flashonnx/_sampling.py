@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 _BLOCK = 128
-_NOT_FINITE = "Generator: the model's logits are expected to be finite, got NaN or infinity"
 _NEGATIVE_INFINITY = 0xFC00  # in float16; NaN is beyond it
 
 
@@ -53,8 +52,8 @@ def choose(
         FloatingPointError: the greatest of a row is NaN or infinite.
     """
     tokens, values = best
-    if not all(map(math.isfinite, values)):
-        raise FloatingPointError(_NOT_FINITE)
+    for value in values:
+        _check(value)
     if not how.temperature:
         return tokens
     temperature = max(np.float32(how.temperature), np.finfo(np.float32).tiny)  # smaller ones would become 0
@@ -70,6 +69,12 @@ def greatest(logits: NDArray[Any]) -> tuple[list[int], list[float]]:
     """Where the greatest of each row is, of equal ones the first, NaN being the greatest; and how great it is."""
     tokens = _places(logits)
     return tokens, [logits.item(row, token) for row, token in enumerate(tokens)]
+
+
+def _check(number: float) -> None:
+    """Of a sum or a maximum: whether all are numbers."""
+    if not math.isfinite(number):
+        raise FloatingPointError("Generator: the model's logits are expected to be finite, got NaN or infinity")
 
 
 def _draw(
@@ -122,6 +127,7 @@ def _greatest_few(x: NDArray[Any], count: int) -> NDArray[np.intp]:
     if count < groups:
         # Every groups-th number is one group. In as many of them something is at least the count-th of their greatest.
         most = x[: groups * _BLOCK].reshape(_BLOCK, groups).max(0)
+        _check(most.max())
         places = np.flatnonzero(x >= np.partition(most, -count)[-count])
     else:
         places = np.arange(len(x))
@@ -131,6 +137,7 @@ def _greatest_few(x: NDArray[Any], count: int) -> NDArray[np.intp]:
 def _nucleus(weights: NDArray[np.float32], top_p: float) -> NDArray[np.intp]:
     """The fewest, greatest first and of equal ones the first, that come to at least top_p of the sum; by place."""
     total = weights.sum(dtype=np.float64)
+    _check(total)
     # All that are below an even share of what may be left out are left out: only the others are sorted.
     some = np.flatnonzero(weights >= (1 - top_p) * total / len(weights))
     some = some[np.argsort(-weights[some], kind="stable")]
@@ -141,8 +148,7 @@ def _nucleus(weights: NDArray[np.float32], top_p: float) -> NDArray[np.intp]:
 def _drawn(weights: NDArray[np.float32], share: float) -> int:
     """The place at which the running sum of the weights passes that share of their sum: first the block, then there."""
     blocks = np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK), dtype=np.float64).cumsum()
-    if not math.isfinite(blocks[-1]):
-        raise FloatingPointError(_NOT_FINITE)
+    _check(blocks[-1])
     block = min(int(np.searchsorted(blocks, share * blocks[-1], "right")), len(blocks) - 1)
     before = blocks[block - 1] if block else 0.0
     ends = before + weights[block * _BLOCK :][:_BLOCK].cumsum(dtype=np.float64)
