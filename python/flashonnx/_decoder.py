@@ -153,7 +153,7 @@ class Decoder:
         self._exchange = Exchange(self._ort, self._place, fields | found)
         arrays = self._exchange.arrays
         self._ids, self._lengths, self._rows = arrays["input_ids"], arrays["cache_lengths"], arrays[ROWS][:, 0]
-        self._order = np.arange(batch)
+        self._order, self._width = np.arange(batch), 2  # width: of the run before
         array = pages((batch, 1, self.words), self._logits_type)
         logits = self._ort.OrtValue.ortvalue_from_numpy(array, *self._place)
         self._read, self._logits = reader(array, logits, self._place[0]), logits
@@ -191,7 +191,9 @@ class Decoder:
         And of which token each request wants logits, (batch,), counted over all: now the first of each.
         """
         self._lengths.fill(0)
-        np.multiply(self._order, width, out=self._rows)
+        if width > 1 or self._width > 1:
+            np.multiply(self._order, width, out=self._rows)
+        self._width = width
         if width > 1:
             return np.zeros((len(self._rows), width), self._ids.dtype), self._lengths, self._rows
         self._ids.fill(0)
