@@ -59,9 +59,10 @@ def choose(
     temperature = max(np.float32(how.temperature), np.finfo(np.float32).tiny)  # smaller ones would become 0
     given, are_weights = rows(float(temperature))
     result = []
-    for row, value, random in zip(given, values, randoms, strict=True):
-        weigh = functools.partial(_weighed, most=None if are_weights else np.float32(value), temperature=temperature)
-        result.append(_draw(row, weigh, how, random))
+    with np.errstate(over="ignore"):  # of a division by a small temperature
+        for row, value, random in zip(given, values, randoms, strict=True):
+            most = None if are_weights else np.float32(value)
+            result.append(_draw(row, functools.partial(_weighed, most=most, temperature=temperature), how, random))
     return result
 
 
@@ -93,8 +94,7 @@ def _weighed(some: NDArray[Any], most: np.float32 | None, temperature: np.float3
     """Chances of some logits, up to a factor; without `most`, the greatest logit, they are that already."""
     if most is None:
         return some
-    with np.errstate(over="ignore"):
-        return np.exp((some.astype(np.float32, copy=False) - most) / temperature)
+    return np.exp((some.astype(np.float32, copy=False) - most) / temperature)
 
 
 def _places(logits: NDArray[Any]) -> list[int]:
@@ -147,9 +147,17 @@ def _nucleus(weights: NDArray[np.float32], top_p: float) -> NDArray[np.intp]:
 
 def _drawn(weights: NDArray[np.float32], share: float) -> int:
     """The place at which the running sum of the weights passes that share of their sum: first the block, then there."""
+    if len(weights) <= _BLOCK:
+        ends = weights.cumsum(dtype=np.float64)
+        _check(ends[-1])
+        return _passed(ends, share * ends[-1])
     blocks = np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK), dtype=np.float64).cumsum()
     _check(blocks[-1])
-    block = min(int(np.searchsorted(blocks, share * blocks[-1], "right")), len(blocks) - 1)
-    before = blocks[block - 1] if block else 0.0
-    ends = before + weights[block * _BLOCK :][:_BLOCK].cumsum(dtype=np.float64)
-    return block * _BLOCK + min(int(np.searchsorted(ends, share * blocks[-1], "right")), len(ends) - 1)
+    goal = share * blocks[-1]
+    block = _passed(blocks, goal)
+    first, before = block * _BLOCK, blocks[block - 1] if block else 0.0
+    return first + _passed(before + weights[first : first + _BLOCK].cumsum(dtype=np.float64), goal)
+
+
+def _passed(ends: NDArray[np.float64], goal: float) -> int:
+    return min(int(ends.searchsorted(goal, "right")), len(ends) - 1)
