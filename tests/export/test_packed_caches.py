@@ -102,11 +102,18 @@ def test_what_is_left(way: str) -> None:
     same(before, after)
 
 
+@pytest.mark.parametrize("biases", ["", "qkv", "kv"])
 @pytest.mark.parametrize("join", [True, False])
-def test_products_by_weights_side_by_side(join: bool) -> None:
-    """As for FlashAttention; see test_projections.py."""
+def test_products_by_weights_side_by_side(join: bool, biases: str) -> None:
+    """As for FlashAttention; see test_projections.py. Biases are added before."""
     random = np.random.default_rng(0)
-    before = cached([("MatMul", ["x", f"w{letter}"], [letter], {}) for letter in "qkv"])
+    made: list[Node] = []
+    for letter in "qkv":
+        product = f"{letter} product" if letter in biases else letter
+        made.append(("MatMul", ["x", f"w{letter}"], [product], {}))
+        if letter in biases:
+            made.append(("Add", [product, f"b{letter}"], [letter], {}))
+    before = cached(made)
     # The joined product needs heads of one size.
     for value in before.graph.input:
         if value.name == "values":
@@ -115,8 +122,11 @@ def test_products_by_weights_side_by_side(join: bool) -> None:
         width = WIDTHS["q" if letter == "q" else "k"]
         weight = random.standard_normal((WHOLE, width)).astype(np.float32) / 8
         before.graph.initializer.append(numpy_helper.from_array(weight, f"w{letter}"))
+        if letter in biases:
+            before.graph.initializer.append(numpy_helper.from_array(weight[0] * 4, f"b{letter}"))
     after, _ = fuse(before, join_projections=join)
     (node,) = nodes(after)
     assert attributes(node).get("qkv_layout") == (b"gqa" if join else None)
-    assert sum(n.op_type == "MatMul" for n in after.graph.node) == (1 if join else 3)
+    count = Counter(n.op_type for n in after.graph.node)
+    assert (count["MatMul"], count["Add"]) == ((1, bool(biases)) if join else (3, len(biases)))
     same(before, after)
