@@ -16,7 +16,7 @@ from flashonnx.export.operator import portable as portable_bodies
 from flashonnx.export.operator import schema
 from flashonnx.export.operator.cache_schema import KV_CACHE
 from flashonnx.export.reports.report import Report, Site
-from flashonnx.export.rules import Fusion, RefusalError, Rewrite, projections
+from flashonnx.export.rules import Fusion, RefusalError, Rewrite, packed_caches, projections
 from flashonnx.export.sites.finder import LOG_SOFTMAX, WRITTEN_OUT, Candidate, find
 from flashonnx.export.sites.matrices import mask_of, matrix_of
 from flashonnx.export.sites.softmaxes import NotSoftmaxError, restore
@@ -66,7 +66,7 @@ def fuse(
         check_output(output)
     source = load(model)
     if kv_cache is not None:
-        report = _with_caches(source.model, kv_cache, portable)
+        report = _with_caches(source.model, kv_cache, portable, join_projections)
         configuration.note_positions(source.model, model)
     else:
         report = fuse_ir(source.model, portable=portable, shared_cache=shared_cache, join_projections=join_projections)
@@ -110,7 +110,7 @@ def fuse_ir(
     return dataclasses.replace(whole, notes=(*whole.notes, f"functions written out where they were called: {gone}"))
 
 
-def _with_caches(model: ir.Model, kind: str, portable: bool) -> Report:
+def _with_caches(model: ir.Model, kind: str, portable: bool, join_projections: bool) -> Report:
     """fuse() in place, with past keys as caches."""
     from flashonnx.export.caches import rewriting
     from flashonnx.export.caches.pairs import CacheError
@@ -124,7 +124,7 @@ def _with_caches(model: ir.Model, kind: str, portable: bool) -> Report:
             raise
         raise ValueError(f"{error}; '{left[0].node}' is left as it was: {left[0].reason}") from error
     # Nodes for caches in their best form, and bodies for all.
-    again = fuse_ir(model, portable=portable, join_projections=False)
+    again = fuse_ir(model, portable=portable, join_projections=join_projections)
     sites = (
         dataclasses.replace(site, kind="attention with a cache", reason="") if site.kind == KV_CACHE else site
         for site in again.sites
@@ -157,7 +157,10 @@ def _fuse(model: ir.Model, options: _Options, places: Mapping[ir.Node, str]) -> 
         candidate = dataclasses.replace(found, where=found.where + places.get(found.node, ""))
         matrix, chain = matrix_of(fusion.facts, candidate), [(n.op_type, n.name or "") for n in candidate.chain()]
         site, node = _one(fusion, candidate)
-        if node is not None and options.join_projections and (before := projections.join(fusion, node)):
+        before = packed_caches.uncut(fusion, node) if node is not None else []
+        if node is not None and not before and options.join_projections:
+            before = projections.join(fusion, node)
+        if node is not None and before:
             remove_unused(before)
             site = dataclasses.replace(site, became=describe(fusion, node))
         mask = mask_of(fusion.facts, node) if node is not None else None

@@ -42,6 +42,7 @@ class CacheCase:
     head_dim: int = 32
     value_dim: int | None = None
     ranked: bool = False  # Q with a dimension of heads
+    packed: bool = False  # K and V are in Q
     rotary: str = ""  # "half" or "interleaved"
     rotary_dim: int = 0  # 0: all, by the tables' width
     table: str = "T"  # dtype of the rotary tables
@@ -94,6 +95,7 @@ class CacheCase:
             "rotary_interleaved": int(self.rotary == "interleaved"),
             "rotary_dim": self.rotary_dim,
             "max_q_length": self.max_q_length,
+            **({"qkv_layout": "gqa"} if self.packed else {}),
         }
 
     def inputs(self) -> dict[str, Array]:
@@ -108,6 +110,8 @@ class CacheCase:
         if self.append:
             found["K"] = self._form(normal(self.tokens, self.heads[1], self.head_dim))
             found["V"] = self._form(normal(self.tokens, self.heads[1], self.width))
+        if self.packed:
+            found["Q"] = np.concatenate([found.pop(name) for name in "QKV"], -1)
         keys, values = (normal(self.batch, self.heads[1], self.capacity, d) for d in (self.head_dim, self.width))
         for b, length in enumerate(self.lengths):
             for cache in (keys, values):
@@ -148,6 +152,14 @@ class CacheCase:
             "present_value_cache": inputs["value_cache"].shape,
             "lse": (heads, self.tokens) if ragged else (self.batch, heads, self.q_length),
         }
+
+    def parts(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        """Q, and K and V if there are any: views of one array if they are packed."""
+        if not self.packed:
+            return {name: arrays[name] for name in "QKV" if name in arrays}
+        packed, (heads, kv_heads) = arrays["Q"], self.heads
+        k, v = heads * self.head_dim, (heads + kv_heads) * self.head_dim
+        return {"Q": packed[..., :k], "K": packed[..., k:v], "V": packed[..., v:]}
 
     def heads_view(self, x: Any, heads: int) -> Any:
         """Q, K, V or Y as (B, H, S, D), or (T, H, D) if ragged: a view."""
@@ -286,4 +298,21 @@ CORNER = [
     *(CacheCase(f"poison-{p}", poison=p, page_size=8, lengths=(5, 9)) for p in (np.inf, -np.inf, 1e6)),
 ]  # fmt: skip
 
-ALL = [*MATRIX, *FEATURES, *CORNER]
+# Q, K and V in one tensor.
+PACKED = [
+    *typed(CacheCase("packed", packed=True), CacheCase("packed-same", packed=True, heads=(3, 3), rotary="half")),
+    *typed(CacheCase("packed-step", packed=True, q_length=1, heads=(8, 2), head_dim=64, capacity=300, rotary="half",
+                     lengths=(0, 299, 77)),
+           CacheCase("packed-pages", packed=True, page_size=16, capacity=320, lengths=(0, 300), q_length=9,
+                     rotary="half", head_dim=128)),
+    CacheCase("packed-prompt", packed=True, dtype="float16", lengths=(0, 0), q_length=200, capacity=256, head_dim=64,
+              heads=(9, 3), rotary="half"),
+    CacheCase("packed-odd", packed=True, head_dim=20, value_dim=28, rotary="interleaved", rotary_dim=12, page_size=4),
+    CacheCase("packed-one-element", packed=True, head_dim=7, value_dim=5, dtype="float16"),
+    CacheCase("packed-ragged", packed=True, ragged=(3, 1), slack=(1, 2), rotary="half", positions=True),
+    CacheCase("packed-mask", packed=True, mask="b1qk", left=4, sinks=True, softcap=2.0),
+    CacheCase("packed-elsewhere", packed=True, in_place=False),
+    CacheCase("packed-no-tokens", packed=True, q_length=0),
+]  # fmt: skip
+
+ALL = [*MATRIX, *FEATURES, *CORNER, *PACKED]

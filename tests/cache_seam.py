@@ -38,10 +38,10 @@ class CacheProblem:
         for name in () if case.in_place else ("present_key_cache", "present_value_cache"):
             self.outputs[name] = Buffer(shapes[name], dtype, device, shift=shift)
         view = {name: buffer.view for name, buffer in (self.inputs | self.outputs).items()}
-        q_heads, kv_heads = case.heads
-        new = [case.heads_view(view[n], kv_heads) if n in view else None for n in ("K", "V")]
+        (q_heads, kv_heads), parts = case.heads, case.parts(view)
+        new = [case.heads_view(parts[n], kv_heads) if n in parts else None for n in ("K", "V")]
         self.params = kv_cache_params(
-            library, query_device(library, device), case.heads_view(view["Q"], q_heads), *new,
+            library, query_device(library, device), case.heads_view(parts["Q"], q_heads), *new,
             case.heads_view(view["Y"], q_heads), view["key_cache"], view["value_cache"],
             view["cache_lengths"].reshape(-1), block_table=view.get("block_table"),
             cu_seqlens_q=view.get("cu_seqlens_q"), max_q_length=case.max_q_length, cos=view.get("cos_cache"),
@@ -120,7 +120,7 @@ def naive(case: CacheCase, inputs: dict[str, Array], expected: dict[str, Array])
         Y (T, Hq, Dv), lse (Hq, T) and the last bit of the largest score.
     """
     dtype, batch = numpy_dtype(case.dtype), case.batch
-    q = tokens_first(case, inputs["Q"])[0]
+    q = tokens_first(case, case.parts(inputs)["Q"])[0]
     ends = ordered(inputs["cu_seqlens_q"], len(q)) if case.ragged is not None else np.arange(batch + 1) * case.q_length
     y, lse, rounding = np.zeros((*q.shape[:2], case.width), np.float32), np.full(q.shape[1::-1], -np.inf), 0.0
     attributes = case.attributes | {

@@ -118,29 +118,81 @@ def test_what_transformers_generates(form: tuple[str, str], exported: Any, wante
             assert result.prompt_tokens == sum(map(len, prompts))
 
 
-@pytest.mark.parametrize("sizes", [SIZES[0], {"batch": 1, "chunk": 5, "capacity": 40}], ids=["several", "one"])
-def test_last_tokens_of_prompts_apart(sizes: dict[str, int], exported: Any, wanted: Any) -> None:
-    """As on CUDA, where the logits of many tokens would be long on their way."""
+def test_chosen_in_the_graph(exported: Any, wanted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA: the nodes that find the greatest logits, and lengths that are brought; here the CPU runs them."""
+    from flashonnx import _decoder, _last_logits
+
     model, path = exported("llama", "paged")
-    generator = Generator(path, device="cpu", **sizes)
-    generator._decoder.distant = lambda tokens: tokens > 2
-    widths: list[int] = []
-    run = generator._decoder.run
 
-    def noted(ids: Any) -> Any:
-        read = run(ids)
+    def as_on_cuda(graph: Any) -> None:
+        _last_logits.bring(next(value for value in graph.inputs if value.name == "cache_lengths"))
+        _last_logits.find_greatest(graph)
 
-        def reading() -> Any:
-            widths.append(ids.shape[1])
-            return read()
+    monkeypatch.setattr(_decoder.Decoder, "_chooses", lambda self: True)
+    monkeypatch.setattr(_decoder, "find_greatest", as_on_cuda)
+    monkeypatch.setattr(_decoder, "greatest", lambda logits: pytest.fail("the host searched"))
+    for sizes in SIZES:
+        generator = Generator(path, device="cpu", **sizes)
+        for prompt, tokens, want in zip(PROMPTS, generator(PROMPTS, NEW).tokens, wanted["llama"], strict=True):
+            check_greedy(model, prompt, tokens, want)
+    how = {"temperature": 0.8, "top_k": 20, "top_p": 0.95, "seed": 3}
+    drawn = generator(PROMPTS, NEW, **how).tokens
+    monkeypatch.undo()
+    assert drawn == Generator(path, device="cpu", **SIZES[0])(PROMPTS, NEW, **how).tokens
 
-        return reading
 
-    generator._decoder.run = noted
-    for prompt, tokens, want in zip(PROMPTS, generator(PROMPTS, NEW).tokens, wanted["llama"], strict=True):
-        check_greedy(model, prompt, tokens, want)
-    if sizes["batch"] == 1:
-        assert set(widths) <= {1, 2}, "all the logits of a prompt were read"
+@pytest.mark.gpu
+def test_draws_on_cuda(exported: Any) -> None:
+    """Of the chances that the device makes the same tokens are drawn as of the CPU's, one after another and at once."""
+    if "CUDAExecutionProvider" not in ort.get_available_providers():
+        pytest.skip("this onnxruntime has no CUDA")
+    _, path = exported("llama", "static")
+    for how in ({"temperature": 0.8}, {"top_k": 20}, {"top_p": 0.9}, {"temperature": 2.0, "top_k": 30, "top_p": 0.8}):
+        want = Generator(path, device="cpu", **SIZES[0])(PROMPTS, NEW, seed=3, **how).tokens
+        for sizes in SIZES[::2]:
+            generator = Generator(path, device="cuda", provider_options={"use_tf32": "0"}, **sizes)
+            assert generator(PROMPTS, NEW, seed=3, **how).tokens == want
+            assert generator(PROMPTS, NEW, seed=4, **how).tokens != want
+
+
+def test_models_from_elsewhere(exported: Any, wanted: Any, tmp_path: Path) -> None:
+    """Weights beside the file, bytes, and a model in memory, which stays as it is."""
+    onnx = pytest.importorskip("onnx")
+    _, path = exported("llama", "static")
+    model = onnx.load(path)
+    before = model.SerializeToString()
+    (tmp_path / "folder").mkdir()
+    apart = tmp_path / "folder" / "decoder.onnx"
+    onnx.save_model(onnx.load(path), apart, save_as_external_data=True, location="weights", size_threshold=0)
+    assert (tmp_path / "folder" / "weights").stat().st_size > apart.stat().st_size / 4
+    options = ort.SessionOptions()
+    for given in (apart, str(apart), model, before):
+        generator = Generator(given, device="cpu", capacity=40, session_options=options)
+        assert generator(PROMPTS[:1], 5).tokens == [wanted["llama"][0][:5]]
+    assert model.SerializeToString() == before
+    with pytest.raises(ValueError, match="the bytes are not an ONNX model"):
+        Generator(b"no model", device="cpu")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        Generator(tmp_path / "nowhere.onnx", device="cpu")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_equal_logits_and_no_numbers(device: str, tmp_path: Path, library_path: str) -> None:
+    """Of equal logits the first, as transformers takes it; NaN and infinity are no choice."""
+    if device == "cuda" and "CUDAExecutionProvider" not in ort.get_available_providers():
+        pytest.skip("this onnxruntime has no CUDA")
+    model, path = made("llama"), tmp_path / "twice.onnx"
+    weights = model.lm_head.weight.data
+    weights[50:] = weights[: len(weights) - 50]
+    flashonnx.export_onnx(model, (), path, kv_cache="static")
+    generator = Generator(path, device=device, batch=2, capacity=40)
+    for tokens in generator(PROMPTS, NEW).tokens:
+        assert max(tokens) < 50
+    for index, value in ((0, float("nan")), (3, float("inf"))):
+        model.model.norm.weight.data[index] = value
+        flashonnx.export_onnx(model, (), path, kv_cache="static")
+        with pytest.raises(FloatingPointError, match="expected to be finite"):
+            Generator(path, device=device, capacity=40)(PROMPTS, NEW)
 
 
 @pytest.mark.gpu

@@ -21,6 +21,7 @@ _VALID = {
     "Q": (2, 3, 32), "K": (2, 3, 16), "V": (2, 3, 12), "key_cache": (2, 2, 24, 8), "value_cache": (2, 2, 24, 6),
     "cache_lengths": (2,),
 }  # fmt: skip
+_PACKED_CACHE = {"Q": (2, 3, 60), "K": None, "V": None}
 _RAGGED = {"Q": (6, 32), "K": (6, 16), "V": (6, 12), "cu_seqlens_q": (3,)}
 _PAGED = {"key_cache": (9, 4, 2, 8), "value_cache": (9, 4, 2, 6), "block_table": (2, 6)}
 _ROTARY = {"cos_cache": (30, 4), "sin_cache": (30, 4)}
@@ -32,29 +33,31 @@ def _run(
 ) -> None:
     inputs: dict[str, Array] = {}
     for name in names:
-        given = shapes.get(name)
-        if isinstance(given, np.ndarray):
-            inputs[name] = given
-        elif given is not None:
-            inputs[name] = np.zeros(given, KINDS.get(name, np.float32))
-    node = helper.make_node(op, trimmed([n if n in inputs else "" for n in names]), outputs, domain=DOMAIN,
-                            **{"q_num_heads": 4, "kv_num_heads": 2} | attributes)  # fmt: skip
+        shape = shapes.get(name)
+        if isinstance(shape, np.ndarray):
+            inputs[name] = shape
+        elif shape is not None:
+            inputs[name] = np.zeros(shape, KINDS.get(name, np.float32))
+    given = {n: v for n, v in ({"q_num_heads": 4, "kv_num_heads": 2} | attributes).items() if v is not None}
+    node = helper.make_node(op, trimmed([n if n in inputs else "" for n in names]), outputs, domain=DOMAIN, **given)
     infos = [
         helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(x.dtype), [f"{n}{i}" for i in range(x.ndim)])
         for n, x in inputs.items()
     ]
-    given = [helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in outputs if n]
+    results = [helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in outputs if n]
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid(DOMAIN, 1)]
-    graph = helper.make_graph([node], "errors", infos, given)
+    graph = helper.make_graph([node], "errors", infos, results)
     open_session(helper.make_model(graph, opset_imports=opsets, ir_version=10)).run(None, inputs)
 
 
 _OUTPUTS = ["Y", "present_key_cache", "present_value_cache"]
 
 
-@pytest.mark.parametrize("shapes", [{}, _RAGGED, _PAGED, _ROTARY], ids=["dense", "ragged", "paged", "rotary"])
+@pytest.mark.parametrize("shapes", [{}, _RAGGED, _PAGED, _ROTARY, _PACKED_CACHE],
+                         ids=["dense", "ragged", "paged", "rotary", "packed"])  # fmt: skip
 def test_the_others_are_valid(shapes: dict[str, Any]) -> None:
-    _run("FlashAttentionKVCache", CACHE, _VALID | shapes, {}, _OUTPUTS)
+    layout = {"qkv_layout": "gqa"} if shapes is _PACKED_CACHE else {}
+    _run("FlashAttentionKVCache", CACHE, _VALID | shapes, layout, _OUTPUTS)
 
 
 def test_varlen_is_valid() -> None:
@@ -65,6 +68,23 @@ def test_varlen_is_valid() -> None:
 _BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "Q rank": ({"Q": (2, 3)}, {}, "input 'Q' is expected to have 3 or 4 dimensions, got 2"),
     "Q rank, ragged": (_RAGGED | {"Q": (1, 6, 4, 8)}, {}, "input 'Q' is expected to have 2 or 3 dimensions with"),
+    "layout": (
+        {"K": None, "V": None}, {"qkv_layout": "h3d"},
+        "attribute 'qkv_layout' is expected to be \"separate\" or \"gqa\" with a cache, got \"h3d\"",
+    ),
+    "packed and K": ({}, {"qkv_layout": "gqa"}, "input 'K' is expected to be absent with qkv_layout \"gqa\""),
+    "packed width": (
+        _PACKED_CACHE | {"Q": (2, 3, 62)}, {"qkv_layout": "gqa"},
+        "input 'Q' is expected to have last dimension 60, got 62",
+    ),
+    "packed rank": (
+        _PACKED_CACHE | {"Q": (2, 4, 3, 8)}, {"qkv_layout": "gqa"},
+        "input 'Q' is expected to have 3 dimensions with qkv_layout \"gqa\", got 4",
+    ),
+    "packed heads": (
+        _PACKED_CACHE, {"qkv_layout": "gqa", "q_num_heads": None},
+        "attribute 'q_num_heads' is expected with qkv_layout \"gqa\", got none",
+    ),
     "K rank": ({"K": (2, 2, 3, 8)}, {}, "input 'K' is expected to have 3 dimensions like 'Q', got 4"),
     "K alone": ({"V": None}, {}, "inputs 'K' and 'V' are expected together, got only 'K'"),
     "K length": ({"K": (2, 4, 16)}, {}, "input 'K' is expected to have sequence length 3, got 4"),

@@ -190,6 +190,23 @@ def test_operators_of_the_reference_evaluator() -> None:
     np.testing.assert_array_equal(z, truth.astype(np.float16))
 
 
+def test_packed_projections(random: np.random.Generator) -> None:
+    """Each token's query heads, then its key heads, then its value heads."""
+    q, k, v = (random.standard_normal((2, 3, heads, size)) for heads, size in ((4, 8), (2, 8), (2, 5)))
+    keys, values = (random.standard_normal((2, 2, 9, size)) for size in (8, 5))
+    lengths = np.array([2, 5])
+    flat = [x.reshape(2, 3, -1) for x in (q, k, v)]
+    want = attention_kv_cache(*flat, keys, values, lengths, q_num_heads=4)
+    tokens = [[np.concatenate([x[b, s].ravel() for x in (q, k, v)]) for s in range(3)] for b in range(2)]
+    got = attention_kv_cache(np.array(tokens), None, None, keys, values, lengths, q_num_heads=4, qkv_layout="gqa")
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(x, y)
+    with pytest.raises(ValueError, match="K and V must be absent"):
+        attention_kv_cache(*flat, keys, values, lengths, q_num_heads=4, qkv_layout="gqa")
+    with pytest.raises(ValueError, match="'separate' or 'gqa', got 'h3d'"):
+        attention_kv_cache(flat[0], None, None, keys, values, lengths, q_num_heads=4, qkv_layout="h3d")
+
+
 def test_errors_say_what_is_wrong() -> None:
     q, cache = np.zeros((1, 2, 3, 4)), np.zeros((1, 2, 8, 4))
     lengths = np.zeros(1, np.int32)

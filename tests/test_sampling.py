@@ -13,9 +13,13 @@ from flashonnx import _sampling  # noqa: E402
 from flashonnx._sampling import Draw  # noqa: E402
 
 
+def rows(logits: Any, how: Draw, randoms: list[Any]) -> list[int]:
+    return _sampling.choose(_sampling.greatest(logits), lambda temperature: (logits, False), how, randoms)
+
+
 def choose(logits: Any, how: Draw, random: Any) -> int:
     """Of one row."""
-    (token,) = _sampling.choose(logits[None], how, [random])
+    (token,) = rows(logits[None], how, [random])
     return token
 
 
@@ -115,7 +119,22 @@ def test_rows_are_chosen_apart(dtype: Any) -> None:
     logits[1] -= dtype(10)
     for how in (Draw(), Draw(0.9), Draw(2.0, 40, 0.9)):
         alone = [choose(row, how, np.random.default_rng(n)) for n, row in enumerate(logits)]
-        assert _sampling.choose(logits, how, [np.random.default_rng(n) for n in range(5)]) == alone
+        assert rows(logits, how, [np.random.default_rng(n) for n in range(5)]) == alone
     logits[3, 7] = np.nan
     with pytest.raises(FloatingPointError, match="NaN"):
-        _sampling.choose(logits, Draw(), [random] * 5)
+        rows(logits, Draw(), [random] * 5)
+
+
+@pytest.mark.parametrize("how", [Draw(0.7), Draw(0.7, 4), Draw(1.5, 0, 0.6), Draw(0.7, 9, 0.8)], ids=str)
+def test_weights_are_as_good_as_logits(how: Draw) -> None:
+    """Where somebody else makes exp((logit - greatest) / temperature), of which NaN has no greatest."""
+    logits = np.random.default_rng(0).standard_normal((3, 1000), np.float32) * 3
+    weights = np.exp((logits - logits.max(1, keepdims=True)) / np.float32(how.temperature))
+    best = _sampling.greatest(logits)
+    for seed in range(50):
+        right = rows(logits, how, [np.random.default_rng(seed) for _ in range(3)])
+        randoms = [np.random.default_rng(seed) for _ in range(3)]
+        assert _sampling.choose(best, lambda temperature: (weights, True), how, randoms) == right
+    weights[1, 5] = np.nan
+    with pytest.raises(FloatingPointError, match="expected to be finite"):
+        _sampling.choose(best, lambda temperature: (weights, True), how, randoms)

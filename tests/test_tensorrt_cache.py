@@ -74,6 +74,7 @@ _GIVEN = {
     "FlashAttentionKVCache": {
         "is_causal": 0, "q_num_heads": 6, "kv_num_heads": 2, "scale": 0.1875, "softcap": 2.5, "left_window_size": 9,
         "right_window_size": 0, "rotary_interleaved": 1, "rotary_dim": 16, "fixed_split": 1, "max_q_length": 70,
+        "qkv_layout": "separate",
         "inputs": "Q,K,V,key_cache,value_cache,cache_lengths,cu_seqlens_q,cos_cache,sin_cache",
         "outputs": "Y,present_key_cache,present_value_cache,lse",
     },
@@ -85,10 +86,14 @@ _GIVEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("operator", _GIVEN)
-def test_fields_survive_serialization(host: Host, operator: str) -> None:
-    result = host.do(Job(_GIVEN[operator], operator=operator))[0]
-    assert result.fields == _GIVEN[operator] | {"planned_workspace": -1}
+_PACKED = {"qkv_layout": "gqa", "inputs": "Q,key_cache,value_cache,cache_lengths,cu_seqlens_q,cos_cache,sin_cache"}
+
+
+@pytest.mark.parametrize(("operator", "more"), [*((name, {}) for name in _GIVEN), ("FlashAttentionKVCache", _PACKED)])
+def test_fields_survive_serialization(host: Host, operator: str, more: dict[str, str]) -> None:
+    given = _GIVEN[operator] | more
+    result = host.do(Job(given, operator=operator))[0]
+    assert result.fields == given | {"planned_workspace": -1}
 
 
 @pytest.mark.parametrize(("operator", "causal"), [("FlashAttentionKVCache", 1), ("FlashAttentionVarlen", 0)])
@@ -96,7 +101,8 @@ def test_defaults(host: Host, operator: str, causal: int) -> None:
     outputs = {"outputs": "Y,present_key_cache,present_value_cache"} if causal else {}
     result = host.do(Job(outputs, operator=operator))[0]
     assert result.fields["is_causal"] == causal
-    assert {"scale", "q_num_heads", "empty_row", "qkv_layout"}.isdisjoint(result.fields)
+    assert {"scale", "q_num_heads", "empty_row"}.isdisjoint(result.fields)
+    assert result.fields.get("qkv_layout") == ("separate" if causal else None)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +110,12 @@ def test_defaults(host: Host, operator: str, causal: int) -> None:
     [
         ("FlashAttentionKVCache", {"inputs": "Q,K,V,key_cache,value_cache"}, 'contain "key_cache"'),
         ("FlashAttentionKVCache", {"inputs": "Q,K,key_cache,value_cache,cache_lengths"}, '"K" and "V" together'),
+        (
+            "FlashAttentionKVCache",
+            {"qkv_layout": "gqa", "inputs": "Q,K,V,key_cache,value_cache,cache_lengths"},
+            'without "K" and "V": Q packs them',
+        ),
+        ("FlashAttentionKVCache", _PACKED | {"outputs": "Y"}, 'contain "present_key_cache"'),
         ("FlashAttentionKVCache", {"outputs": "Y"}, 'contain "present_key_cache" and "present_value_cache"'),
         ("FlashAttentionKVCache", {"outputs": "Y,present_key_cache"}, 'contain "present_key_cache" and'),
         (

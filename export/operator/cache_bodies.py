@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -138,12 +139,13 @@ class _Body:
 
     def write(self) -> None:
         w, s = self.w, self.s
-        q, count = self._tokens("Q", s.q_heads, s.size), w.size("Q", 1 if s.rank == 3 else 2)
+        query, key, value = self._packed() if s.attribute("qkv_layout") == "gqa" else "QKV"
+        q, count = self._tokens(query, s.q_heads, s.size), w.size("Q", 1 if s.rank == 3 else 2)
         capacity = w.size("key_cache", 2)
         given = self._cast(w.op("Reshape", "cache_lengths", w.ints(-1, 1)), TensorProto.INT64)
         before = w.op("Max", w.op("Min", given, capacity), w.ints(0))  # (B, 1)
         steps, slots = self._range(count), self._range(capacity)
-        appends = "K" in s.inputs
+        appends = "K" in s.inputs or query != "Q"
         total = w.op("Min", w.op("Add", before, count), capacity) if appends else before
         first = before if appends else w.op("Sub", before, count)
         turns = self._turns(w.op("Add", steps, first)) if "cos_cache" in s.inputs else None
@@ -155,9 +157,9 @@ class _Body:
             last = w.op("Max", w.op("Sub", count, w.ints(1)), w.ints(0))
             index = w.op("Unsqueeze", w.op("Max", w.op("Min", place, last), w.ints(0)), w.ints(2))
             is_new = w.op("Unsqueeze", is_new, w.ints(1, 3))
-            new = self._rotated(self._tokens("K", s.kv_heads, s.size), turns, s.kv_heads)
+            new = self._rotated(self._tokens(key, s.kv_heads, s.size), turns, s.kv_heads)
             keys = w.op("Where", is_new, self._placed(new, index), keys)
-            values = w.op("Where", is_new, self._placed(self._tokens("V", s.kv_heads, s.value_size), index), values)
+            values = w.op("Where", is_new, self._placed(self._tokens(value, s.kv_heads, s.value_size), index), values)
         keys, values = self._present(keys, "present_key_cache"), self._present(values, "present_value_cache")
         filled = w.op("Unsqueeze", w.op("Less", slots, total), w.ints(1, 3))  # others may hold anything
         keys, values = (self._repeated(w.op("Where", filled, x, w.number(0.0))) for x in (keys, values))
@@ -178,6 +180,13 @@ class _Body:
 
     def _cast(self, value: str, kind: int, to: str | None = None) -> str:
         return self.w.op("Cast", value, to_type=kind, to=to)
+
+    def _packed(self) -> list[str]:
+        """Q, K and V, which stand side by side in Q."""
+        s = self.s
+        ends = np.cumsum([0, s.q_heads * s.size, s.kv_heads * s.size, s.kv_heads * s.value_size]).tolist()
+        pairs = itertools.pairwise(ends)
+        return [self.w.op("Slice", "Q", *(self.w.ints(n) for n in (start, end, 2))) for start, end in pairs]
 
     def _float(self, name: str) -> str:
         return name if self.s.dtype == "float" else self._cast(name, TensorProto.FLOAT)

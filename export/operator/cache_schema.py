@@ -22,10 +22,11 @@ _SHARED: dict[str, Any] = {
     "fixed_split": 0,
     "max_q_length": 0,
 }
+QKV_LAYOUTS = ("separate", "gqa")
 # None: no default, the attribute is absent unless given.
 ATTRIBUTES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        KV_CACHE: {**_SHARED, "is_causal": 1, "rotary_interleaved": 0, "rotary_dim": 0},
+        KV_CACHE: {**_SHARED, "is_causal": 1, "rotary_interleaved": 0, "rotary_dim": 0, "qkv_layout": "separate"},
         VARLEN: {**_SHARED, "is_causal": 0, "max_kv_length": 0},
     }
 )
@@ -79,7 +80,8 @@ Appends the new keys K and values V to a cache, in place where the runtime gives
 attends to all that is in it. Sequence b had n = cache_lengths[b] keys; new key i goes to slot n + i; query i stands at
 (keys afterwards) - (queries) + i, from which the causal triangle and the windows count. The cache is (batch, heads,
 capacity, size), or with block_table pages (pages, page_size, heads, size). cu_seqlens_q makes Q, K and V packed tokens.
-Queries and new keys are rotated first where cos_cache and sin_cache are given. The rest is as in FlashAttention.
+Queries and new keys are rotated first where cos_cache and sin_cache are given. With qkv_layout "gqa" Q alone is
+given, each token's query heads, key heads and value heads side by side. The rest is as in FlashAttention.
 """,
         VARLEN: """
 Attention of each of several sequences whose tokens are packed without padding: sequence b has queries

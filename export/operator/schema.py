@@ -123,11 +123,12 @@ def check_nodes(nodes: Iterable[ir.Node]) -> None:
     """
     import difflib
 
-    words = {"empty_row": EMPTY_ROWS, "qkv_layout": QKV_LAYOUTS}
     for node in nodes:
         if node.domain != DOMAIN or node.op_type not in OPERATORS:
             continue
         known = OPERATORS[node.op_type]
+        layouts = QKV_LAYOUTS if node.op_type == OP_TYPE else cache_schema.QKV_LAYOUTS
+        words = {"empty_row": EMPTY_ROWS, "qkv_layout": layouts}
         for name, attribute in node.attributes.items():
             what = f"{node.op_type} '{node.name}'"
             if name not in known:

@@ -11,6 +11,7 @@ import dataclasses
 import numpy as np
 import onnx_ir as ir
 from flashonnx.export.operator import schema
+from flashonnx.export.operator.cache_schema import KV_CACHE
 from flashonnx.export.rules.base import Fusion
 from flashonnx.export.values.facts import Facts
 
@@ -28,14 +29,16 @@ class _Projection:
 
 
 def join(fusion: Fusion, node: ir.Node) -> list[ir.Node]:
-    """Gives a FlashAttention node its Q, K and V packed, if constant weights make all three of one tensor.
+    """Gives a node without a past its Q, K and V packed, if constant weights make all three of one tensor.
 
     Returns:
         The nodes that made them before, which nothing uses any more.
     """
     facts, graph = fusion.facts, node.graph
-    given = dict(zip(schema.INPUTS, node.inputs, strict=False))
-    if node.op_type != schema.OP_TYPE or graph is None or given.get("past_key") is not None:
+    if node.op_type not in (schema.OP_TYPE, KV_CACHE) or graph is None:
+        return []
+    given = dict(zip(schema.inputs_of(node.op_type), node.inputs, strict=False))
+    if given.get("past_key") is not None:
         return []
     heads = [node.attributes[name].as_int() for name in _HEADS if name in node.attributes]
     parts = [_projection(facts, given.get(name)) for name in "QKV"]
@@ -66,7 +69,8 @@ def join(fusion: Fusion, node: ir.Node) -> list[ir.Node]:
         node.replace_input_with(index, value)
     if not any(node.inputs[3:]):  # what is missing at the end is left out: tools take '' for a name
         node.resize_inputs(1)
-    node.attributes["qkv_layout"] = ir.AttrString("qkv_layout", "3hd" if q_heads == kv_heads else "gqa")
+    layout = "3hd" if q_heads == kv_heads and node.op_type == schema.OP_TYPE else "gqa"
+    node.attributes["qkv_layout"] = ir.AttrString("qkv_layout", layout)
     return before
 
 

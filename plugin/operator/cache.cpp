@@ -130,6 +130,44 @@ flashonnx_status describe_caches(const CacheShapes& in, Sizes sizes, Params* p) 
   return ok();
 }
 
+// With qkv_layout "gqa" a row of Q holds the heads of Q, of K and of V.
+flashonnx_status check_packed(const Attributes& a, const CacheShapes& in, const Form& form) {
+  if (a.layout != Layout::kGqa) {
+    return make_status(FLASHONNX_INVALID_ARGUMENT,
+                       "FlashAttention: attribute 'qkv_layout' is expected to be \"separate\" or "
+                       "\"gqa\" with a cache, got \"%s\"",
+                       layout_name(a.layout));
+  }
+  if (in.k.present || in.v.present) {
+    return make_status(FLASHONNX_INVALID_ARGUMENT,
+                       "FlashAttention: input '%s' is expected to be absent with qkv_layout "
+                       "\"gqa\" ('Q' holds all three), got one",
+                       in.k.present ? "K" : "V");
+  }
+  if (form.ranked)
+    return invalid_rank("Q",
+                        form.ragged ? "2 dimensions with qkv_layout \"gqa\""
+                                    : "3 dimensions with qkv_layout \"gqa\"",
+                        in.q.rank);
+  return a.q_num_heads > 0 ? ok() : heads_needed("q_num_heads", "qkv_layout \"gqa\"");
+}
+
+// Q, K and V of a packed Q, which `q` describes as one head: `q` becomes Q alone.
+flashonnx_status describe_packed(const Attributes& a, const Form& form, Sizes sizes, Tokens* q,
+                                 Params* p, PackedOffsets* packed) {
+  const int64_t row = q->dim;
+  *packed = {a.q_num_heads * p->head_dim, (a.q_num_heads + p->kv_heads) * p->head_dim};
+  FLASHONNX_RETURN_IF_ERROR(
+      check_dim("Q", "last dimension", packed->v + p->kv_heads * p->value_dim, row, sizes));
+  q->heads = a.q_num_heads;
+  q->dim = p->head_dim;
+  const int64_t batch = form.ragged ? 0 : q->length * row;
+  set_strides(&p->q, {batch, p->head_dim, row, 1});
+  set_strides(&p->k, {batch, p->head_dim, row, 1});
+  set_strides(&p->v, {batch, p->value_dim, row, 1});
+  return ok();
+}
+
 flashonnx_status describe_new_keys(const Attributes& a, const CacheShapes& in, const Form& form,
                                    Sizes sizes, const Tokens& q, Params* p) {
   const struct {
@@ -149,7 +187,7 @@ flashonnx_status describe_new_keys(const Attributes& a, const CacheShapes& in, c
     FLASHONNX_RETURN_IF_ERROR(check_dim(name, "head size", dim, x.dim, sizes));
     set_strides(tensor, form.strides(x));
   }
-  p->kv_length = in.k.present ? p->q_length : 0;
+  p->kv_length = in.k.present || a.layout != Layout::kSeparate ? p->q_length : 0;
   return ok();
 }
 
@@ -200,7 +238,6 @@ flashonnx_status describe_rotary(const Attributes& a, const CacheShapes& in, con
 
 void describe_rows(const Attributes& a, const Form& form, const Tokens& q, Params* p) {
   const Tokens o{q.batch, q.heads, q.length, p->value_dim};
-  set_strides(&p->q, form.strides(q));
   set_strides(&p->o, form.strides(o));
   set_strides(&p->lse, form.ragged ? Strides{0, q.length, 1, 0}
                                    : Strides{q.heads * q.length, q.length, 1, 0});
@@ -237,18 +274,26 @@ flashonnx_status count_sequences(const char* name, const Shape& shape, int64_t* 
 }  // namespace
 
 flashonnx_status describe_cache(const Attributes& a, const CacheShapes& in, Sizes sizes, Params* p,
-                                CacheOutputs* outputs) {
+                                PackedOffsets* packed, CacheOutputs* outputs) {
   Form form;
   Tokens q;
+  const bool separate = a.layout == Layout::kSeparate;
   FLASHONNX_RETURN_IF_ERROR(form_of(in.q, in.cu_seqlens_q.present, &form));
-  FLASHONNX_RETURN_IF_ERROR(read_tokens("Q", "q_num_heads", in.q, a.q_num_heads, form, &q));
+  if (!separate) FLASHONNX_RETURN_IF_ERROR(check_packed(a, in, form));
+  const int64_t heads = separate ? a.q_num_heads : 1;
+  FLASHONNX_RETURN_IF_ERROR(read_tokens("Q", "q_num_heads", in.q, heads, form, &q));
   p->batch = q.batch;
   if (form.ragged) {
     FLASHONNX_RETURN_IF_ERROR(count_sequences("cu_seqlens_q", in.cu_seqlens_q, &p->batch));
     p->cu_seqlens_q.stride[0] = 1;
   }
   FLASHONNX_RETURN_IF_ERROR(describe_caches(in, sizes, p));
-  FLASHONNX_RETURN_IF_ERROR(check_dim("Q", "head size", p->head_dim, q.dim, sizes));
+  if (separate) {
+    FLASHONNX_RETURN_IF_ERROR(check_dim("Q", "head size", p->head_dim, q.dim, sizes));
+    set_strides(&p->q, form.strides(q));
+  } else {
+    FLASHONNX_RETURN_IF_ERROR(describe_packed(a, form, sizes, &q, p, packed));
+  }
   describe_rows(a, form, q, p);
   FLASHONNX_RETURN_IF_ERROR(describe_new_keys(a, in, form, sizes, q, p));
   FLASHONNX_RETURN_IF_ERROR(describe_rotary(a, in, form, sizes, q, p));
@@ -298,6 +343,7 @@ flashonnx_status describe_varlen(const Attributes& a, const VarlenShapes& in, Si
   p->cu_seqlens_q.stride[0] = p->cu_seqlens_k.stride[0] = 1;
   set_strides(&p->k, form.strides(k));
   set_strides(&p->v, form.strides(v));
+  set_strides(&p->q, form.strides(q));
   describe_rows(a, form, q, p);
   *outputs = {form.shape({1, q.heads, q.length, v.dim}), lse_shape(form, q)};
   return ok();

@@ -26,7 +26,7 @@ struct VarlenOutputs {
 // `params`.
 flashonnx_status describe_cache(const Attributes& attributes, const CacheShapes& inputs,
                                 Sizes sizes, flashonnx_attention_params* params,
-                                CacheOutputs* outputs);
+                                PackedOffsets* packed, CacheOutputs* outputs);
 flashonnx_status describe_varlen(const Attributes& attributes, const VarlenShapes& inputs,
                                  Sizes sizes, flashonnx_attention_params* params,
                                  VarlenOutputs* outputs);

@@ -82,13 +82,15 @@ OrtStatus* run(const Kernel& kernel, OrtKernelContext* context) {
                               run.shape(kSin),        run.shape(kPositions),  run.shape(kMask),
                               run.shape(kSinks)};
   flashonnx_attention_params& p = run.params();
+  PackedOffsets packed;
   CacheOutputs out;
-  FLASHONNX_ORT_RETURN_IF_ERROR(
-      to_ort(kernel.api, describe_cache(kernel.attributes, shapes, Sizes::kExact, &p, &out)));
+  FLASHONNX_ORT_RETURN_IF_ERROR(to_ort(
+      kernel.api, describe_cache(kernel.attributes, shapes, Sizes::kExact, &p, &packed, &out)));
   FLASHONNX_ORT_RETURN_IF_ERROR(check_dtypes(run, kernel.dtype));
+  const bool separate = kernel.attributes.layout == Layout::kSeparate;
   run.bind(kQ, &p.q);
-  run.bind(kK, &p.k);
-  run.bind(kV, &p.v);
+  run.bind(separate ? kK : kQ, &p.k, packed.k);
+  run.bind(separate ? kV : kQ, &p.v, packed.v);
   run.bind(kKeyCache, &p.cache_k);
   run.bind(kValueCache, &p.cache_v);
   run.bind(kLengths, &p.cache_lengths);

@@ -41,7 +41,7 @@ const Field kFields[] = {
     {"right_window_size", kOfAll, &PluginAttributes::right_window_size},
     {"softmax_precision", kOfAttention, &PluginAttributes::softmax_precision},
     {"empty_row", kOfAttention, &PluginAttributes::empty_row},
-    {"qkv_layout", kOfAttention, &PluginAttributes::qkv_layout},
+    {"qkv_layout", kOfAttention | kOfCache, &PluginAttributes::qkv_layout},
     {"rotary_interleaved", kOfCache, &PluginAttributes::rotary_interleaved},
     {"rotary_dim", kOfCache, &PluginAttributes::rotary_dim},
     {"fixed_split", kOfCache | kOfVarlen, &PluginAttributes::fixed_split},

@@ -28,6 +28,12 @@ void bind_all(std::span<const Port> inputs, const InputTensors& in, std::span<co
   for (size_t i = 0; i < outputs.size(); ++i) bind(out[i], &(params->*outputs[i].field));
 }
 
+// Q's tensor has all three.
+void bind_packed(const Tensor& q, const PackedOffsets& packed, Params* params) {
+  bind(q, &params->k, packed.k);
+  bind(q, &params->v, packed.v);
+}
+
 flashonnx_status invalid(const char* attribute, const char* expected, const std::string& got) {
   return make_status(FLASHONNX_INVALID_ARGUMENT,
                      "FlashAttention: attribute '%s' is expected to be %s, got \"%.120s\"",
@@ -89,10 +95,7 @@ flashonnx_status fill_params(const Node& node, const InputTensors& in, const Out
                               in[kLengths].shape, in[kSinks].shape};
   FLASHONNX_RETURN_IF_ERROR(describe(node.attributes, shapes, sizes, params, &packed, &unused));
   bind_all(kInputs, in, kOutputs, out, params);
-  if (node.attributes.layout != Layout::kSeparate) {  // Q's tensor has all three
-    bind(in[kQ], &params->k, packed.k);
-    bind(in[kQ], &params->v, packed.v);
-  }
+  if (node.attributes.layout != Layout::kSeparate) bind_packed(in[kQ], packed, params);
   return ok();
 }
 
@@ -118,17 +121,23 @@ constexpr Port kOutputs[] = {{"Y", Type::kSame, &Params::o},
                              {"present_value_cache", Type::kSame, &Params::present_v},
                              {"lse", Type::kFloat, &Params::lse}};
 
-const char* usual_inputs(const Attributes&) { return "Q,K,V,key_cache,value_cache,cache_lengths"; }
+const char* usual_inputs(const Attributes& attributes) {
+  return attributes.layout == Layout::kSeparate ? "Q,K,V,key_cache,value_cache,cache_lengths"
+                                                : "Q,key_cache,value_cache,cache_lengths";
+}
 
 flashonnx_status check_presence(const Node& node) {
   FLASHONNX_RETURN_IF_ERROR(
       require(node, {kKeyCache, kValueCache, kLengths},
               "names that contain \"key_cache\", \"value_cache\" and \"cache_lengths\""));
+  const bool packed = node.attributes.layout != Layout::kSeparate;
+  if (packed && (node.has_input(kK) || node.has_input(kV)))
+    return invalid("inputs", "without \"K\" and \"V\": Q packs them", node.given.inputs);
   FLASHONNX_RETURN_IF_ERROR(require_pair(node, kK, kV, "\"K\" and \"V\" together"));
   FLASHONNX_RETURN_IF_ERROR(
       require_pair(node, kCos, kSin, "\"cos_cache\" and \"sin_cache\" together"));
   const bool key = node.has_output(kPresentKey), value = node.has_output(kPresentValue);
-  if (key == value && (key || !node.has_input(kK))) return ok();
+  if (key == value && (key || !(packed || node.has_input(kK)))) return ok();
   return invalid("outputs", "names that contain \"present_key_cache\" and \"present_value_cache\"",
                  node.given.outputs);
 }
@@ -136,14 +145,17 @@ flashonnx_status check_presence(const Node& node) {
 flashonnx_status fill_params(const Node& node, const InputTensors& in, const OutputTensors& out,
                              Sizes sizes, Params* params) {
   flashonnx_attention_init(params);
+  PackedOffsets packed;
   CacheOutputs unused;
   const CacheShapes shapes = {in[kQ].shape,          in[kK].shape,          in[kV].shape,
                               in[kKeyCache].shape,   in[kValueCache].shape, in[kLengths].shape,
                               in[kBlockTable].shape, in[kSequences].shape,  in[kCos].shape,
                               in[kSin].shape,        in[kPositions].shape,  in[kMask].shape,
                               in[kSinks].shape};
-  FLASHONNX_RETURN_IF_ERROR(describe_cache(node.attributes, shapes, sizes, params, &unused));
+  FLASHONNX_RETURN_IF_ERROR(
+      describe_cache(node.attributes, shapes, sizes, params, &packed, &unused));
   bind_all(kInputs, in, kOutputs, out, params);
+  if (node.attributes.layout != Layout::kSeparate) bind_packed(in[kQ], packed, params);
   return ok();
 }
 

@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import os
-import weakref
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flashonnx._exchange import Exchange, pages, reader
+from flashonnx._last_logits import GREATEST, LOGITS, ROWS, TOKENS, bring, find_greatest, take_last
 from flashonnx._library import LibraryError
 from flashonnx._runtime import checked_onnxruntime, cuda_unavailable, default_providers, session
+from flashonnx._sampling import greatest
+from flashonnx._weights import Weights
 
 if TYPE_CHECKING:
     import onnx
+    import onnx_ir as ir
     import onnxruntime
 
-_TYPES: dict[str, Any] = {
-    "tensor(float)": np.float32,
-    "tensor(float16)": np.float16,
-    "tensor(int64)": np.int64,
-    "tensor(int32)": np.int32,
-}
+_TYPES: dict[str, Any] = {"FLOAT": np.float32, "FLOAT16": np.float16, "INT64": np.int64, "INT32": np.int32}
 _PAST, _PRESENT = "past_key_values.", "present."
 _POSITIONS = "flashonnx:max_positions"  # export_onnx notes in the model how many it has
 _EAGER, _GRAPH = "-1", "1"  # ONNX Runtime's gpu_graph_id: no graph, and ours
-_MUCH = 8 << 20  # bytes of logits
-_ALIGNED = 256  # bytes, as ONNX Runtime's own allocations
+_FAST_ARGMAX = (1, 31)  # ONNX Runtime 1.28 gives each row of it to one thread of a GPU: milliseconds
+_FOLDER = "session.model_external_initializers_file_folder_path"
+_SMALL = 1024  # bytes
 _NO_BFLOAT16 = (
     "Generator: logits and caches are expected to be float32 or float16, got bfloat16: load the model with "
     "dtype=torch.float16"
@@ -61,15 +63,13 @@ class Decoder:
         elif device == "cuda":
             _need_cuda(self._ort.get_available_providers())
         self._place = (device, device_id if device == "cuda" else 0)
+        options = session_options if session_options is not None else self._ort.SessionOptions()
+        prepared = self._prepared(model, options)
         graph = cuda_graph and device == "cuda"
-        options = {"device_id": str(device_id), "enable_cuda_graph": str(int(graph)), **(provider_options or {})}
-        cuda = [("CUDAExecutionProvider", options)] if device == "cuda" else []
-        try:
-            self.session = session(model, [*cuda, "CPUExecutionProvider"], session_options)
-        except Exception as error:
-            if "NOT_IMPLEMENTED" in str(error) and _has_bfloat16(model):
-                raise ValueError(_NO_BFLOAT16) from error
-            raise
+        given = {"device_id": str(device_id), "enable_cuda_graph": str(int(graph)), **(provider_options or {})}
+        cuda = [("CUDAExecutionProvider", given)] if device == "cuda" else []
+        self._providers = [*cuda, "CPUExecutionProvider"]
+        self.session = session(prepared, self._providers, options)
         if cuda and "CUDAExecutionProvider" not in self.session.get_providers():
             raise LibraryError(
                 "Generator: device='cuda': ONNX Runtime could not load its CUDA provider; it says why above"
@@ -78,138 +78,164 @@ class Decoder:
         # On the CPU, too: ONNX Runtime looks for it at each run; not finding it cost 28 us (1.32).
         self._prompt_options.add_run_config_entry("gpu_graph_id", _EAGER)
         self._single_options.add_run_config_entry("gpu_graph_id", _GRAPH)
-        self._inputs = {value.name: value for value in self.session.get_inputs()}
-        self._check()
-        noted = self.session.get_modelmeta().custom_metadata_map.get(_POSITIONS, "")
-        self.positions = int(noted) if noted.isdecimal() and int(noted) else None
 
-    def _check(self) -> None:
-        outputs = {value.name: value for value in self.session.get_outputs()}
-        caches = [name for name in self._inputs if name.startswith(_PAST)]
-        self.paged = "block_table" in self._inputs
-        inputs = {"input_ids", "cache_lengths", *caches, *(["block_table"] if self.paged else [])}
+    def _prepared(self, model: Any, options: onnxruntime.SessionOptions) -> onnx.ModelProto:
+        """The model as it is run (see _last_logits.py), after its checks; what is external stays so."""
+        import onnx
+        import onnx_ir as ir
+
+        from flashonnx.export.model.files import load
+
+        if isinstance(model, (bytes, bytearray, memoryview)):
+            try:
+                model = onnx.load_from_string(bytes(model))
+            except Exception as error:  # protobuf's own exceptions differ between its versions
+                raise ValueError(f"Generator: the bytes are not an ONNX model: {error}") from error
+        source = load(model)
+        graph = source.model.graph
+        logits = self._check(graph)
+        noted = source.model.metadata_props.get(_POSITIONS, "")
+        self.positions = int(noted) if noted.isdecimal() and int(noted) else None
+        take_last(graph, logits)
+        if self._place[0] == "cuda":
+            bring(next(value for value in graph.inputs if value.name == "cache_lengths"))
+        self._on_device = self._chooses()
+        if self._on_device:
+            find_greatest(graph)
+        self._inputs = {value.name: _kind(value) for value in graph.inputs if not value.is_initializer()}
+        if source.folder is not None:
+            options.add_session_config_entry(_FOLDER, str(Path(source.folder).absolute()))
+            _inline_small(source.model)
+        return ir.to_proto(source.model)
+
+    def _chooses(self) -> bool:
+        """Whether nodes of the graph find the greatest logits."""
+        version = tuple(int(part) for part in re.findall(r"\d+", self._ort.__version__)[:2])
+        return self._place[0] == "cuda" and version >= _FAST_ARGMAX
+
+    def _check(self, graph: ir.Graph) -> ir.Value:
+        """Its logits, if it is a decoder that this module knows."""
+        given = [value for value in graph.inputs if not value.is_initializer()]
+        inputs, outputs = ({value.name or "": value for value in values} for values in (given, graph.outputs))
+        caches = [name for name in inputs if name.startswith(_PAST)]
+        self.paged = "block_table" in inputs
+        expected = {"input_ids", "cache_lengths", *caches, *(["block_table"] if self.paged else [])}
         results = {"logits", *(_PRESENT + name.removeprefix(_PAST) for name in caches)}
-        if not caches or set(self._inputs) != inputs or not results <= set(outputs):
+        if not caches or set(inputs) != expected or not results <= set(outputs):
             raise ValueError(
                 "Generator: the model is expected to have the inputs and outputs that export_onnx(..., kv_cache=...) "
                 "or, for a file with past keys, fuse(..., kv_cache=...) gives it, got "
-                f"{', '.join(self._inputs)} -> {', '.join(outputs)}"
+                f"{', '.join(inputs)} -> {', '.join(outputs)}"
             )
-        for value in (*self._inputs.values(), outputs["logits"]):
-            if value.type == "tensor(bfloat16)":
+        logits = outputs["logits"]
+        for value in (*inputs.values(), logits):
+            kind = _kind(value)
+            if kind == "BFLOAT16":
                 raise ValueError(_NO_BFLOAT16)
-            if value.type not in _TYPES:
-                raise ValueError(f"Generator: '{value.name}' is expected to be float32 or float16, got {value.type}")
-        shape = outputs["logits"].shape
-        if len(shape) != 3 or not isinstance(shape[2], int) or shape[1] != self._inputs["input_ids"].shape[1]:
+            if kind not in _TYPES:
+                raise ValueError(f"Generator: '{value.name}' is expected to be float32 or float16, got {kind.lower()}")
+        shape, ids = logits.shape, inputs["input_ids"].shape
+        if shape is None or len(shape) != 3 or not isinstance(shape[2], int) or ids is None or shape[1] != ids[1]:
             raise ValueError(f"Generator: 'logits' is expected to be (batch, sequence, words), got {shape}")
-        self.words, self._logits_type = shape[2], _TYPES[outputs["logits"].type]
+        self.words, self._logits_type = shape[2], _TYPES[_kind(logits)]
+        self._shapes = {name: [_size(dim) for dim in inputs[name].shape or ()] for name in caches}
+        return logits
 
-    def bind(self, batch: int, capacity: int, pages: int, page_size: int, pages_per_request: int) -> None:
-        """Everything at its place: the caches in both bindings, and all of a run of single tokens."""
-        sizes = {"batch": batch, "capacity": capacity, "pages": pages, "page_size": page_size}
+    def bind(self, batch: int, capacity: int, page_count: int, page_size: int, pages_per_request: int) -> None:
+        """Everything at its place, in both bindings all but the tokens of prompts."""
+        sizes = {"batch": batch, "capacity": capacity, "pages": page_count, "page_size": page_size}
         self._prompt, self._single = self.session.io_binding(), self.session.io_binding()
-        self._bind_step(batch)
-        self._logits = self._array((batch, 1, self.words), self._logits_type)
-        self._read = _reader(*self._logits, self._place[0])
-        self._single.bind_ortvalue_output("logits", self._logits[1])
-        self._prompt.bind_output("logits", *self._place)  # the first output: its shape differs
+        shapes = {"cache_lengths": (batch,), "input_ids": (batch, 1), ROWS: (batch, 1)}
+        fields = {name: (shape, _TYPES[self._inputs[name]]) for name, shape in shapes.items()}
+        found: dict[str, Any] = {}
+        if self._on_device:
+            found = {TOKENS: ((batch, 1, 1), np.int64), GREATEST: ((batch, 1, 1), self._logits_type)}
+        self._exchange = Exchange(self._ort, self._place, fields | found)
+        arrays = self._exchange.arrays
+        self._ids, self._lengths, self._rows = arrays["input_ids"], arrays["cache_lengths"], arrays[ROWS][:, 0]
+        self._order, self._width = np.arange(batch), 2  # width: of the run before
+        array = pages((batch, 1, self.words), self._logits_type)
+        logits = self._ort.OrtValue.ortvalue_from_numpy(array, *self._place)
+        self._read, self._logits = reader(array, logits, self._place[0]), logits
+        self._weights: Weights | None = None
         bound: dict[str, Any] = {}
         if self.paged:
-            self._table = self._array((batch, pages_per_request), _TYPES[self._inputs["block_table"].type])
-            self.table, bound["block_table"] = self._table
+            self.table = np.zeros((batch, pages_per_request), _TYPES[self._inputs["block_table"]])
+            bound["block_table"] = self._ort.OrtValue.ortvalue_from_numpy(self.table, *self._place)
+            self._table = bound["block_table"]
         self.caches: dict[str, Any] = {}
-        for name, value in self._inputs.items():
-            if name.startswith(_PAST):
-                shape = [size if isinstance(size, int) else sizes[size] for size in value.shape]
-                make = self._ort.OrtValue.ortvalue_from_shape_and_type
-                self.caches[name] = make(shape, _TYPES[value.type], *self._place)
+        for name, value in self._shapes.items():
+            shape = [size if isinstance(size, int) else sizes[size] for size in value]
+            make = self._ort.OrtValue.ortvalue_from_shape_and_type
+            self.caches[name] = make(shape, _TYPES[self._inputs[name]], *self._place)
         for binding in (self._prompt, self._single):
             for name, value in (bound | self.caches).items():
                 binding.bind_ortvalue_input(name, value)
             for name, value in self.caches.items():
                 binding.bind_ortvalue_output(_PRESENT + name.removeprefix(_PAST), value)
-
-    def _bind_step(self, batch: int) -> None:
-        """Lengths and single tokens lie in one piece of memory, so that one copy brings both to the device."""
-        types = [np.dtype(_TYPES[self._inputs[name].type]) for name in ("cache_lengths", "input_ids")]
-        second = -(-batch * types[0].itemsize // _ALIGNED) * _ALIGNED
-        self._step = self._array((second + batch * types[1].itemsize,), np.uint8)
-        array, value = self._step
-        self._lengths = array[: batch * types[0].itemsize].view(types[0])
-        self._ids = array[second:].view(types[1]).reshape(batch, 1)
-        for binding in (self._prompt, self._single):
-            binding.bind_input("cache_lengths", *self._place, types[0].type, [batch], value.data_ptr())
-        self._single.bind_input("input_ids", *self._place, types[1].type, [batch, 1], value.data_ptr() + second)
-
-    def _array(self, shape: Sequence[int], dtype: Any) -> tuple[NDArray[Any], Any]:
-        """An array and its OrtValue, which on the CPU is the array's memory."""
-        array = np.zeros(shape, dtype)
-        return array, self._ort.OrtValue.ortvalue_from_numpy(array, *self._place)
-
-    def _write(self, given: tuple[NDArray[Any], Any]) -> None:
-        if self._place[0] != "cpu":
-            given[1].update_inplace(given[0])
+            binding.bind_ortvalue_output(LOGITS, logits)
+            for name in ("cache_lengths", ROWS):
+                self._exchange.bind_input(binding, name)
+            for name in found:
+                self._exchange.bind_output(binding, name)
+        self._exchange.bind_input(self._single, "input_ids")
 
     def write_table(self) -> None:
-        """After a change of `table`."""
-        self._write(self._table)
+        """After a change of `table`; on the CPU it is the model's own memory."""
+        if self._place[0] != "cpu":
+            self._table.update_inplace(self.table)
 
-    def distant(self, tokens: int) -> bool:
-        """Whether the logits of so many tokens of each request take longer to the host than one more run would."""
-        batch, _, words = self._logits[0].shape
-        return self._place[0] != "cpu" and batch * tokens * words * self._logits[0].itemsize > _MUCH
+    def given(self, width: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """For the next run, to be filled: ids (batch, width) and lengths (batch,), all 0.
 
-    def given(self, width: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """For the next run: ids (batch, width) and lengths (batch,), all 0, to be filled."""
+        And of which token each request wants logits, (batch,), counted over all: now the first of each.
+        """
         self._lengths.fill(0)
+        if width > 1 or self._width > 1:
+            np.multiply(self._order, width, out=self._rows)
+        self._width = width
         if width > 1:
-            return np.zeros((len(self._lengths), width), self._ids.dtype), self._lengths
+            return np.zeros((len(self._rows), width), self._ids.dtype), self._lengths, self._rows
         self._ids.fill(0)
-        return self._ids, self._lengths
+        return self._ids, self._lengths, self._rows
 
-    def run(self, ids: NDArray[Any]) -> Callable[[], NDArray[Any]]:
-        """Of ids and lengths as `given`: what gives their logits (batch, sequence, words), valid until the next run."""
-        self._write(self._step)
+    def run(self, ids: NDArray[Any]) -> None:
+        """A run with what `given` gave."""
+        self._exchange.give()
         if ids is self._ids:
             self.repeat()
-            return self._read
-        tokens = self._ort.OrtValue.ortvalue_from_numpy(ids, *self._place)
-        self._prompt.bind_ortvalue_input("input_ids", tokens)
-        self._prompt.bind_output("logits", *self._place)
-        self.session.run_with_iobinding(self._prompt, self._prompt_options)
-        return lambda: self._prompt.get_outputs()[0].numpy()
+        else:
+            self._prompt.bind_ortvalue_input("input_ids", self._ort.OrtValue.ortvalue_from_numpy(ids, *self._place))
+            self.session.run_with_iobinding(self._prompt, self._prompt_options)
+        self._exchange.take()
 
     def repeat(self) -> None:
         """The last run of single tokens once more, for a benchmark."""
         self.session.run_with_iobinding(self._single, self._single_options)
 
+    def logits(self, places: Sequence[int]) -> NDArray[Any]:
+        """(places, words) of the last run, valid until the next."""
+        logits = self._read()[:, 0]
+        return logits if len(places) == len(logits) else logits[places]
 
-def _reader(array: NDArray[Any], value: Any, device: str) -> Callable[[], NDArray[Any]]:
-    """What gives an OrtValue's numbers after a run.
+    def rows(self, places: Sequence[int], temperature: float) -> tuple[NDArray[Any], bool]:
+        """For draws: chances up to a factor, and True, where the device makes them; else `logits`, and False."""
+        if not self._on_device:
+            return self.logits(places), False
+        if self._weights is None:
+            self._weights = Weights(
+                self._ort, self._place, self._providers, self._logits, self._logits_type, self._exchange,
+                self._single_options,
+            )  # fmt: skip
+        weights = self._weights(temperature)
+        return weights if len(places) == len(weights) else weights[places], True
 
-    On the CPU they are in the array already. From a GPU they come into the array if cuda-python can lock its pages,
-    which takes a quarter of the time of a copy to others.
-    """
-    if device == "cpu":
-        return lambda: array
-    try:
-        from cuda.bindings import runtime as cuda
-    except ImportError:
-        return lambda: np.asarray(value.numpy())
-    success, address = cuda.cudaError_t.cudaSuccess, array.ctypes.data
-    if cuda.cudaHostRegister(address, array.nbytes, cuda.cudaHostRegisterPortable)[0] != success:
-        return lambda: np.asarray(value.numpy())
-    source, to_host = value.data_ptr(), cuda.cudaMemcpyKind.cudaMemcpyDeviceToHost
-
-    def read() -> NDArray[Any]:
-        (error,) = cuda.cudaMemcpy(address, source, array.nbytes, to_host)
-        if error != success:
-            raise RuntimeError(f"Generator: the logits did not come from the device: {error.name}")
-        return array
-
-    weakref.finalize(read, cuda.cudaHostUnregister, address).atexit = False
-    return read
+    def greatest(self, places: Sequence[int]) -> tuple[list[int], list[float]]:
+        """Where the greatest logit of these requests is, of equal ones the first; and how great."""
+        if not self._on_device:
+            return greatest(self.logits(places))
+        tokens, values = self._exchange.arrays[TOKENS], self._exchange.arrays[GREATEST]
+        return [tokens.item(b) for b in places], [values.item(b) for b in places]
 
 
 def _need_cuda(providers: list[str]) -> None:
@@ -219,12 +245,18 @@ def _need_cuda(providers: list[str]) -> None:
         raise LibraryError(f"Generator: device='cuda' is not to be had with providers {', '.join(providers)}: {why}")
 
 
-def _has_bfloat16(model: Any) -> bool:
-    """Whether an input is bfloat16: ONNX Runtime's own error names a node instead."""
-    import onnx
+def _kind(value: ir.Value) -> str:
+    return value.dtype.name if value.dtype is not None else "no type"
 
-    if isinstance(model, (str, os.PathLike)):
-        model = onnx.load(model, load_external_data=False)
-    elif not isinstance(model, onnx.ModelProto):
-        model = onnx.load_from_string(bytes(model))
-    return any(value.type.tensor_type.elem_type == onnx.TensorProto.BFLOAT16 for value in model.graph.input)
+
+def _inline_small(model: ir.Model) -> None:
+    """Shapes and the like, which ONNX Runtime reads before it opens files where the model itself is none."""
+    import onnx_ir as ir
+
+    for value in (value for graph in model.graphs() for value in graph.initializers.values()):
+        if isinstance(value.const_value, ir.ExternalTensor) and value.const_value.nbytes <= _SMALL:
+            (value.const_value,) = ir.external_data.convert_tensors_from_external([value.const_value])
+
+
+def _size(dim: Any) -> int | str:
+    return dim if isinstance(dim, int) else str(dim.value)

@@ -11,6 +11,7 @@ that is captured once and replayed.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections import deque
@@ -179,8 +180,8 @@ class Generator:
             self._admit(waiting, places)
             start = time.perf_counter()
             reading = any(request and not result.tokens[request.index] for request in places)
-            made, logits = self._step(places)
-            chosen = choose(logits, how, [request.random for _, request in made]) if made else []
+            made = self._step(places)
+            chosen = self._choose(made, how) if made else []
             for (b, request), token in zip(made, chosen, strict=True):
                 tokens = result.tokens[request.index]
                 tokens.append(token)
@@ -259,36 +260,32 @@ class Generator:
             self._decoder.table[b] = -1  # keys of a place that nobody has are dropped
             self._decoder.write_table()
 
-    def _step(self, places: list[_Request | None]) -> tuple[list[tuple[int, _Request]], NDArray[Any]]:
+    def _step(self, places: list[_Request | None]) -> list[tuple[int, _Request]]:
         """Runs the next tokens of each request.
 
         Tokens are padded on the right: what padding appends lies behind the request's length and is overwritten. It
-        must not go beyond the capacity, where a model may have no positions. The last token of a prompt waits for a run
-        of single ones where the logits of all others would have to come to the host for its own.
+        must not go beyond the capacity, where a model may have no positions.
 
         Returns:
-            place and request of those that have now seen all their tokens, and a row of last logits for each.
+            place and request of those that have now seen all their tokens.
         """
         running = [(b, request) for b, request in enumerate(places) if request]
         longest = max(len(request.pending) for _, request in running)
         width = min(self.chunk, longest, *(self.capacity - request.length for _, request in running))
-        held = int(longest > 1 and self._decoder.distant(width))
-        width = min(width, longest - held)
-        ids, lengths = self._decoder.given(width)
-        last: list[tuple[int, _Request]] = []
-        ends: list[int] = []
+        ids, lengths, last = self._decoder.given(width)
         for b, request in running:
-            count = max(1, min(width, len(request.pending) - held))
-            ids[b, :count], lengths[b] = request.pending[:count], request.length
+            lengths[b] = request.length
+            if width == 1:
+                ids[b, 0], count = request.pending.pop(0), 1
+            else:
+                count = min(width, len(request.pending))
+                ids[b, :count], last[b] = request.pending[:count], b * width + count - 1
+                del request.pending[:count]
             request.length += count
-            del request.pending[:count]
-            if not request.pending:
-                last.append((b, request))
-                ends.append(count - 1)
-        read = self._decoder.run(ids)
-        if not last:
-            return [], np.empty((0, self._decoder.words))
-        logits = read()
-        if width == 1 and len(last) == self.batch:
-            return last, logits[:, 0]
-        return last, logits[[b for b, _ in last], ends]
+        self._decoder.run(ids)
+        return [(b, request) for b, request in running if not request.pending]
+
+    def _choose(self, made: list[tuple[int, _Request]], how: Draw) -> list[int]:
+        places, randoms = [b for b, _ in made], [request.random for _, request in made]
+        rows = functools.partial(self._decoder.rows, places)
+        return choose(self._decoder.greatest(places), rows, how, randoms)

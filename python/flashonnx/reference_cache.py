@@ -38,6 +38,7 @@ def attention_kv_cache(
     rotary_interleaved: bool | int = False,
     rotary_dim: int = 0,
     max_q_length: int = 0,
+    qkv_layout: str = "separate",
 ) -> tuple[Array, Array, Array, Array]:
     """Appends the new keys and values to the cache, then attends to all that is in it.
 
@@ -73,6 +74,7 @@ def attention_kv_cache(
         rotary_interleaved: features (0, 1), (2, 3).. are pairs, instead of (0, rotary_dim / 2)..
         rotary_dim: leading features that are rotated; 0: twice the width of cos_cache.
         max_q_length: ragged: later tokens of a sequence are not asked for and give 0; 0: all are.
+        qkv_layout: "gqa": q is (B, S, Hq*D + Hkv*D + Hkv*Dv), or ragged (T, ..), and holds k and v, which are absent.
 
     Returns:
         Y in float64 in q's form, the caches after the call in their own dtype, and lse in float64: (B, Hq, S), or
@@ -84,6 +86,10 @@ def attention_kv_cache(
     kv_heads = key_cache.shape[1] if block_table is None else key_cache.shape[2]
     if kv_num_heads not in (None, 0, kv_heads):
         raise ValueError(f"kv_num_heads must be that of the caches, {kv_heads}, got {kv_num_heads}")
+    if qkv_layout == "gqa":
+        q, k, v = _unpacked(q, k, v, q_num_heads, kv_heads, key_cache.shape[-1])
+    elif qkv_layout != "separate":
+        raise ValueError(f"qkv_layout must be 'separate' or 'gqa', got {qkv_layout!r}")
     ragged = cu_seqlens_q is not None
     queries = _tokens(q, q_num_heads, ragged)
     new_keys = None if k is None else _tokens(k, kv_heads, ragged)
@@ -232,6 +238,16 @@ def rotate(x: Array, cos: Array, sin: Array, rotary_dim: int = 0, interleaved: b
 def ordered(cu_seqlens: Array, tokens: int) -> Array:
     """Cumulated lengths within [0, tokens], none below one before it."""
     return np.maximum.accumulate(np.clip(cu_seqlens.astype(np.int64), 0, tokens))
+
+
+def _unpacked(
+    q: Array, k: Array | None, v: Array | None, q_heads: int | None, kv_heads: int, size: int
+) -> tuple[Array, Array, Array]:
+    if k is not None or v is not None or not q_heads:
+        raise ValueError("with qkv_layout 'gqa' K and V must be absent and q_num_heads given")
+    ends = [q_heads * size, (q_heads + kv_heads) * size]
+    query, key, value = np.split(q, ends, axis=-1)
+    return query, key, value
 
 
 def _tokens(x: Array, heads: int | None, ragged: bool) -> Array:

@@ -75,7 +75,7 @@ def with_group_query(file: Path, capacity: int) -> bytes:
     for node in nodes:
         assert rotary == list(node.input[8:]), "layers with other rotary tables, a mask or sinks"
         given = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-        kept = {"q_num_heads", "kv_num_heads", "scale", "rotary_interleaved"}
+        kept = {"q_num_heads", "kv_num_heads", "scale", "rotary_interleaved", "qkv_layout"}  # "gqa": theirs, too
         assert given.keys() <= kept, f"attributes that are not translated: {given.keys() - kept}"
         new = helper.make_node(
             "GroupQueryAttention", [*node.input[:5], "keys_less_one", "keys", "cosines", "sines"], node.output,

@@ -12,7 +12,7 @@ from flashonnx.export import fuse, unfuse
 from models import nodes
 
 # Batches and caches without any element are for the library: GatherND has no row to take there.
-_EMPTY = {"no-batch", "no-tokens", "no-capacity"}
+_EMPTY = {"no-batch", "no-tokens", "no-capacity", "packed-no-tokens"}
 CASES = [
     case
     for case in cache_cases.ALL

@@ -158,7 +158,11 @@ MORE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", MORE)
 @pytest.mark.parametrize("step", ["first prompt", "one token, uneven", "chunk"])
 def test_options(name: str, step: str) -> None:
-    check(grouped(**MORE[name]), *STEPS[step])
+    fused = check(grouped(**MORE[name]), *STEPS[step])
+    (node,) = (node for node in fused.graph.node if node.op_type == "FlashAttentionKVCache")
+    packed = "packed" in MORE[name]
+    assert attributes(node).get("qkv_layout") == (b"gqa" if packed else None)
+    assert not packed or all(node.op_type != "Split" for node in fused.graph.node)
     check(grouped(**{"present": "total", **MORE[name]}), *STEPS[step])
 
 

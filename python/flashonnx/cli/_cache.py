@@ -97,12 +97,16 @@ def fill(
         p.k = _view(kind, 0, n["head_dim"], n["kv_heads"] * n["head_dim"])
         p.v = _view(kind, 0, n["value_dim"], n["kv_heads"] * n["value_dim"])
         return
-    p.kv_length = n["queries"] if "K" in has else 0
-    rows = 0 if packed else 1
+    one = attributes.get("qkv_layout", "separate") != "separate"  # Q, K and V are one tensor
+    p.kv_length = n["queries"] if one or "K" in has else 0
+    rows = 0 if packed else n["queries"]
+    whole_row = n["q_heads"] * n["head_dim"] + n["kv_heads"] * (n["head_dim"] + n["value_dim"])
+    if one:
+        p.q = _view(kind, rows * whole_row, n["head_dim"], whole_row)
     for name, dim in (("k", n["head_dim"]), ("v", n["value_dim"])):
         width = n["kv_heads"] * dim
-        present = name.upper() in has
-        setattr(p, name, _view(kind, rows * n["queries"] * width, dim, width) if present else Tensor())
+        row = whole_row if one else width
+        setattr(p, name, _view(kind, rows * row, dim, row) if one or name.upper() in has else Tensor())
         whole = "key" if name == "k" else "value"
         if "block_table" in has:
             cache = _view(kind, n["page_size"] * width, dim, width)

@@ -1,0 +1,64 @@
+"""FlashAttentionKVCache with Q, K and V in one tensor, where they are cut out of one: nothing is cut then."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from flashonnx.export.operator.cache_schema import KV_CACHE
+from flashonnx.export.rules.base import Fusion
+from flashonnx.export.values.facts import Facts
+
+
+def uncut(fusion: Fusion, node: ir.Node) -> list[ir.Node]:
+    """Gives a node the tensor whose last dimension is its Q, K and V side by side.
+
+    Returns:
+        The nodes that cut it, which this one uses no more.
+    """
+    tensors = [value for value in node.inputs[:3] if value is not None]
+    if node.op_type != KV_CACHE or len(tensors) < 3 or "q_num_heads" not in node.attributes:
+        return []
+    facts, end = fusion.facts, 0
+    source = _source(tensors[0])
+    for value in tensors:
+        dims = facts.dims(value)
+        width = dims[-1].value if dims is not None else None
+        if source is None or _source(value) is not source or width is None or _start(facts, value) != end:
+            return []
+        end += width
+    whole = facts.dims(source)
+    if whole is None or whole[-1].value != end:
+        return []
+    for index, given in enumerate((source, None, None)):
+        node.replace_input_with(index, given)
+    node.attributes["qkv_layout"] = ir.AttrString("qkv_layout", "gqa")
+    return [made for value in tensors if (made := value.producer()) is not None]
+
+
+def _source(value: ir.Value) -> ir.Value | None:
+    node = value.producer()
+    return node.inputs[0] if node is not None and not node.domain and node.op_type in ("Split", "Slice") else None
+
+
+def _start(facts: Facts, value: ir.Value) -> int | None:
+    """Where in its source's last dimension it begins, if that is what is cut."""
+    node, rank = value.producer(), facts.rank(value)
+    if node is None or rank is None:
+        return None
+    if node.op_type == "Split":
+        axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 0
+        if axis not in (rank - 1, -1):
+            return None
+        before = [facts.dims(other) for other in node.outputs[: list(node.outputs).index(value)]]
+        widths = [dims[-1].value for dims in before if dims is not None]
+        known = [width for width in widths if width is not None]
+        return sum(known) if len(known) == len(before) else None
+    starts, _, axes, steps = ([*node.inputs[1:], None, None, None, None])[:4]
+    start, cut, step = (_number(facts, each) for each in (starts, axes, steps))
+    is_last = cut in (rank - 1, -1)
+    return start if is_last and (steps is None or step == 1) and start is not None and start >= 0 else None
+
+
+def _number(facts: Facts, value: ir.Value | None) -> int | None:
+    """The only one of a vector."""
+    numbers = facts.ints(value)
+    return numbers[0].value if numbers is not None and len(numbers) == 1 else None
