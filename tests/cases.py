@@ -13,7 +13,7 @@ import numpy as np
 from flashonnx.reference import Array, attention, prepare
 
 DTYPES = ("float32", "float16", "bfloat16")
-INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen", "sinks")
+INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen", "sinks", "bias")
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Case:
     is_causal: int = 0
     lengths: tuple[int, ...] | None = None  # nonpad_kv_seqlen
     sinks: bool = False
+    bias: float | None = None  # standard deviation of the projections' bias; None: there is none
     scale: float | None = None
     softcap: float = 0.0
     left: int = -1
@@ -114,6 +115,9 @@ class Case:
             inputs["nonpad_kv_seqlen"] = np.array(self.lengths, np.int64)
         if self.sinks:
             inputs["sinks"] = random.standard_normal(self.heads[0], dtype=np.float32)
+        if self.bias is not None:
+            size = self.heads[0] * self.head_dim + self.heads[1] * (self.head_dim + value_dim)
+            inputs["bias"] = normal(size, spread=self.bias)
         return {name: x for name, x in inputs.items() if x is not None}
 
     def reference(self, inputs: dict[str, Array]) -> dict[str, Array]:

@@ -12,6 +12,11 @@ struct View {  // strides in elements; features are contiguous
   int64_t batch, head, row;
 };
 
+struct ProjectionBias {  // of Q's type, features side by side
+  const void* data;      // null: none
+  int64_t head;          // stride in elements
+};
+
 struct Problem {
   View q, k, v, o;
   View lse;          // data null: not wanted
@@ -37,6 +42,8 @@ struct Problem {
   int32_t empty_row_mean;
 
   float scale, softcap;
+
+  ProjectionBias q_bias, v_bias;  // of kernels that see to them
 
   Ragged ragged;  // where there is one, the batch strides of what it speaks of say nothing
   Pages pages;

@@ -130,6 +130,21 @@ __device__ __forceinline__ void load_matrices(uint32_t (&x)[4], uint32_t shared)
                : "r"(shared));
 }
 
+// 16 bytes of shared memory.
+__device__ __forceinline__ uint4 load_chunk(uint32_t shared) {
+  uint4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(shared)
+               : "memory");
+  return x;
+}
+__device__ __forceinline__ void store_chunk(uint32_t shared, uint4 x) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(x.x), "r"(x.y),
+               "r"(x.z), "r"(x.w)
+               : "memory");
+}
+
 // Named barriers: 0 is __syncthreads.
 __device__ __forceinline__ void named_sync(int name, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");

@@ -88,7 +88,15 @@ class Consumer {
   // Waits for the next tile of queries; false if there is none.
   __device__ __forceinline__ bool next_item() {
     barrier_wait(shared_.q_full(queries_.stage()), queries_.round());
-    return item().work.batch >= 0;
+    if (item().work.batch < 0) return false;
+    if constexpr (kAddsProjectionBias<C>)
+      if (p_.q_bias.data) add_projection_bias();
+    return true;
+  }
+  __device__ __forceinline__ void add_projection_bias() const {
+    add_query_bias<T, C>(p_, item().work.head, queries(queries_.stage()));
+    fence_async();
+    named_sync(1 + C::kGroups + lane_.group, 128);
   }
 
   // Lets go of the last tile of keys if other groups see it and this one does not. More than one
@@ -251,8 +259,7 @@ class Consumer {
   // Writes the warp's rows of the output. Where several tiles of queries have their places, the
   // rows leave from where their queries were, and that place is free when they have left.
   __device__ __forceinline__ void finish_item(const Item& item, int stage,
-                                              const float (&output)[C::kOutputs],
-                                              const RowState& state) {
+                                              float (&output)[C::kOutputs], const RowState& state) {
     const Lane lane = lane_here();
     bool may_be_masked = p_.mask.data || p_.left >= 0 || p_.right >= 0;
     if (C::kGathered && p_.pages.table) may_be_masked = true;
