@@ -1,15 +1,18 @@
 """Q, K and V that three products make of one tensor, made by one product of the weights side by side.
 
 A product thrice as wide fills a GPU better than three, and two additions and two launches are saved. The weights are
-joined by a Concat of constants, which runtimes compute when they load the model.
+joined by a Concat of constants, which runtimes compute when they load the model. A bias behind the product becomes the
+attention's own, whose kernels may spare a pass over the projections.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import numpy as np
 import onnx_ir as ir
+from flashonnx.export.model.build import Builder, Names
 from flashonnx.export.operator import schema
 from flashonnx.export.rules.base import Fusion
 from flashonnx.export.values.facts import Facts
@@ -46,28 +49,95 @@ def join(fusion: Fusion, node: ir.Node) -> list[ir.Node]:
     size = found[0].width // q_heads
     if [part.width for part in found] != [q_heads * size, kv_heads * size, kv_heads * size]:
         return []
+    biased = any(part.bias is not None for part in found)
+    if biased and given.get("bias") is not None:
+        return []
     builder = fusion.builder(node)
     key = ("side by side", graph, *(part.weight for part in found))
     weight = fusion.masks.get(key)
     if weight is None:
         weight = fusion.masks[key] = builder.op("Concat", *(part.weight for part in found), axis=1)
     packed = builder.op("MatMul", found[0].source, weight)
-    if any(part.bias is not None for part in found):
+    bias = given.get("bias")
+    if biased:
         kind = facts.dtype(found[0].weight)
         assert kind is not None
         biases = [part.bias or builder.constant(np.zeros(part.width, kind.numpy())) for part in found]
-        # Of three dimensions, so that ONNX Runtime makes no Gemm of it; see multi_head.py.
-        bias = builder.op("Unsqueeze", builder.op("Concat", *biases, axis=0), builder.ints([0, 1]))
-        packed = builder.op("Add", packed, bias)
+        bias = builder.op("Concat", *biases, axis=0)
     graph.insert_before(node, builder.nodes)
     facts.learn(builder.nodes)
     before = [made for value in node.inputs[:3] if value is not None and (made := value.producer()) is not None]
-    for index, value in enumerate((packed, None, None)):
-        node.replace_input_with(index, value)
-    if not any(node.inputs[3:]):  # what is missing at the end is left out: tools take '' for a name
-        node.resize_inputs(1)
+    _give(node, given | {"Q": packed, "K": None, "V": None, "bias": bias})
     node.attributes["qkv_layout"] = ir.AttrString("qkv_layout", "3hd" if q_heads == kv_heads else "gqa")
     return before
+
+
+def take_bias(fusion: Fusion, node: ir.Node) -> list[ir.Node]:
+    """Gives a FlashAttention node the constant bias that is added to its packed projections.
+
+    Returns:
+        The addition, which nothing uses any more.
+    """
+    facts, graph = fusion.facts, node.graph
+    given = dict(zip(schema.INPUTS, node.inputs, strict=False))
+    added = _only(given.get("Q"))
+    if node.op_type != schema.OP_TYPE or graph is None or added is None or added.op_type != "Add":
+        return []
+    if given.get("K") is not None or given.get("bias") is not None:
+        return []
+    for projected, bias in (added.inputs, added.inputs[::-1]):
+        dims, ones = facts.dims(projected), facts.dims(bias)
+        if dims is None or len(dims) != 3 or ones is None or not ones or not _is_stored(bias):
+            continue
+        if ones[-1] != dims[-1] or dims[-1].value is None or any(dim.value != 1 for dim in ones[:-1]):
+            continue
+        builder = fusion.builder(node)
+        flat = bias if len(ones) == 1 else builder.op("Reshape", bias, builder.ints([-1]))
+        graph.insert_before(node, builder.nodes)
+        facts.learn(builder.nodes)
+        _give(node, given | {"Q": projected, "bias": flat})
+        return [added]
+    return []
+
+
+def add_apart(model: ir.Model) -> None:
+    """Takes the biases of FlashAttention nodes away again: Q, K and V of three dimensions get them before.
+
+    Operators for caches have none.
+    """
+    facts, names = Facts(model), Names(model)
+    for node in [node for node in model.graph if node.op_identifier()[:2] == (schema.DOMAIN, schema.OP_TYPE)]:
+        _add_apart(facts, Builder(names, node.name or schema.OP_TYPE), node)
+
+
+def _add_apart(facts: Facts, builder: Builder, node: ir.Node) -> None:
+    given = dict(zip(schema.INPUTS, node.inputs, strict=False))
+    bias, graph = given.get("bias"), node.graph
+    names = [name for name in "QKV" if given.get(name) is not None]
+    dims = [facts.dims(given[name]) or () for name in names]
+    widths = [shape[2].value for shape in dims if len(shape) == 3]
+    if bias is None or graph is None or len(widths) < len(names) or None in widths:
+        return
+    parts = [bias]
+    if len(names) == 3:
+        sizes = builder.ints([width for width in widths if width is not None])
+        made = builder.op("Split", bias, sizes, outputs=3, axis=0).producer()
+        assert made is not None
+        parts = list(made.outputs)
+    for name, part in zip(names, parts, strict=True):
+        given[name] = builder.op("Add", given[name], part)
+    graph.insert_before(node, builder.nodes)
+    _give(node, given | {"bias": None})
+
+
+def _give(node: ir.Node, inputs: Mapping[str, ir.Value | None]) -> None:
+    """The node's inputs by name. What is missing at the end is left out: tools take '' for a name."""
+    values = [inputs.get(name) for name in schema.INPUTS]
+    while values[-1] is None:
+        values.pop()
+    node.resize_inputs(len(values))
+    for index, value in enumerate(values):
+        node.replace_input_with(index, value)
 
 
 def _projection(facts: Facts, value: ir.Value | None) -> _Projection | None:
