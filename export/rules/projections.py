@@ -73,31 +73,54 @@ def join(fusion: Fusion, node: ir.Node) -> list[ir.Node]:
 
 
 def take_bias(fusion: Fusion, node: ir.Node) -> list[ir.Node]:
-    """Gives a FlashAttention node the constant bias that is added to its packed projections.
+    """Gives a FlashAttention node the constant bias of its packed projections, that of an Add or of a Gemm.
 
     Returns:
-        The addition, which nothing uses any more.
+        What added it, which nothing uses any more.
     """
-    facts, graph = fusion.facts, node.graph
-    given = dict(zip(schema.INPUTS, node.inputs, strict=False))
-    added = _only(given.get("Q"))
-    if node.op_type != schema.OP_TYPE or graph is None or added is None or added.op_type != "Add":
+    graph, given = node.graph, dict(zip(schema.INPUTS, node.inputs, strict=False))
+    packed = given.get("Q")
+    last = _only(packed)
+    if node.op_type != schema.OP_TYPE or graph is None or packed is None or last is None:
         return []
-    if given.get("K") is not None or given.get("bias") is not None:
+    if given.get("K") is not None or given.get("bias") is not None or fusion.facts.rank(packed) != 3:
         return []
-    for projected, bias in (added.inputs, added.inputs[::-1]):
+    builder = fusion.builder(node)
+    found = _without_add(fusion.facts, builder, last) or _without_gemm(fusion.facts, builder, last)
+    if found is None:
+        return []
+    graph.insert_before(node, builder.nodes)
+    fusion.facts.learn(builder.nodes)
+    _give(node, given | dict(zip(("Q", "bias"), found, strict=True)))
+    return [last]
+
+
+def _without_add(facts: Facts, builder: Builder, last: ir.Node) -> tuple[ir.Value, ir.Value] | None:
+    """A projection and its bias, where `last` adds them."""
+    for projected, bias in (last.inputs, last.inputs[::-1]) if last.op_type == "Add" else ():
         dims, ones = facts.dims(projected), facts.dims(bias)
-        if dims is None or len(dims) != 3 or ones is None or not ones or not _is_stored(bias):
+        if projected is None or bias is None or dims is None or len(dims) != 3 or not ones or not _is_stored(bias):
             continue
-        if ones[-1] != dims[-1] or dims[-1].value is None or any(dim.value != 1 for dim in ones[:-1]):
-            continue
-        builder = fusion.builder(node)
-        flat = bias if len(ones) == 1 else builder.op("Reshape", bias, builder.ints([-1]))
-        graph.insert_before(node, builder.nodes)
-        facts.learn(builder.nodes)
-        _give(node, given | {"Q": projected, "bias": flat})
-        return [added]
-    return []
+        if ones[-1] == dims[-1] and dims[-1].value is not None and all(dim.value == 1 for dim in ones[:-1]):
+            return projected, bias if len(ones) == 1 else builder.op("Reshape", bias, builder.ints([-1]))
+    return None
+
+
+def _without_gemm(facts: Facts, builder: Builder, last: ir.Node) -> tuple[ir.Value, ir.Value] | None:
+    """As well, where a Gemm of all tokens has the bias and `last` reshapes what it gives."""
+    gemm = _only(last.inputs[0]) if last.op_type == "Reshape" else None
+    if gemm is None or gemm.op_type != "Gemm" or len(gemm.inputs) < 3 or gemm.inputs[2] is None:
+        return None
+    bias, width = gemm.inputs[2], (facts.dims(last.outputs[0]) or (None,))[-1]
+    beta = gemm.attributes.get("beta")
+    if width is None or width.value is None or facts.dims(bias) != (width,) or not _is_stored(bias):
+        return None
+    if (facts.dims(gemm.outputs[0]) or (None,))[-1] != width or (beta is not None and beta.as_float() != 1):
+        return None
+    given = {name: attribute.value for name, attribute in gemm.attributes.items() if name != "beta"}
+    product = builder.op("Gemm", *gemm.inputs[:2], **given)
+    kept = {name: attribute.value for name, attribute in last.attributes.items()}
+    return builder.op("Reshape", product, last.inputs[1], **kept), bias
 
 
 def add_apart(model: ir.Model) -> None:

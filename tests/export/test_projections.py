@@ -226,3 +226,31 @@ def test_bodies(form: str, kind: type[np.generic]) -> None:
         y, lse = run(after, feeds, library=library)
         np.testing.assert_allclose(y.astype(np.float64), wanted[0], atol=1e-5 if kind is np.float32 else 4e-3)
         np.testing.assert_allclose(lse, wanted[3], atol=1e-5 if kind is np.float32 else 1e-2)
+
+
+@pytest.mark.parametrize(("transposed", "beta"), [(0, 1.0), (1, 1.0), (0, 0.5)])
+def test_the_bias_of_a_gemm(transposed: int, beta: float) -> None:
+    """As GPT-2 has it: a product of all tokens, and the batch apart again behind it."""
+    random = np.random.default_rng(6)
+    weight = random.standard_normal((96, 32) if transposed else (32, 96)).astype(np.float32) / 4
+    constants = [
+        numpy_helper.from_array(weight, "w"),
+        numpy_helper.from_array(random.standard_normal(96).astype(np.float32), "bias"),
+        numpy_helper.from_array(np.array([-1, 32]), "tokens"),
+        numpy_helper.from_array(np.array([-1, 5, 96]), "batch"),
+    ]
+    given = {"q_num_heads": 4, "kv_num_heads": 4, "qkv_layout": "3hd"}
+    made = [
+        helper.make_node("Reshape", ["x", "tokens"], ["all"]),
+        helper.make_node("Gemm", ["all", "w", "bias"], ["sum"], transB=transposed, beta=beta),
+        helper.make_node("Reshape", ["sum", "batch"], ["q"]),
+        helper.make_node("FlashAttention", ["q"], ["y"], domain="flashonnx", **given),
+    ]
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["b", 5, 32])]
+    graph = helper.make_graph(made, "g", inputs, [helper.make_tensor_value_info("y", 1, None)], constants)
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("flashonnx", 1)]
+    before = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    after, _ = fuse(before)
+    (gemm,) = (node for node in after.graph.node if node.op_type == "Gemm")
+    assert (len(gemm.input) == 2) == ("bias" in nodes(after)[0].input) == (beta == 1)
+    same(before, after)

@@ -77,6 +77,10 @@ __device__ __forceinline__ void prefetch(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+__device__ __forceinline__ void prefetch_line(const void* data) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(data));
+}
+
 // Copies the box at these coordinates of a tensor (feature, row, head, batch). Elements outside the
 // tensor become zeros.
 __device__ __forceinline__ void copy_box(uint32_t shared, const CUtensorMap* map, uint32_t barrier,

@@ -88,15 +88,7 @@ class Consumer {
   // Waits for the next tile of queries; false if there is none.
   __device__ __forceinline__ bool next_item() {
     barrier_wait(shared_.q_full(queries_.stage()), queries_.round());
-    if (item().work.batch < 0) return false;
-    if constexpr (kAddsProjectionBias<C>)
-      if (p_.q_bias.data) add_projection_bias();
-    return true;
-  }
-  __device__ __forceinline__ void add_projection_bias() const {
-    add_query_bias<T, C>(p_, item().work.head, queries(queries_.stage()));
-    fence_async();
-    named_sync(1 + C::kGroups + lane_.group, 128);
+    return item().work.batch >= 0;
   }
 
   // Lets go of the last tile of keys if other groups see it and this one does not. More than one

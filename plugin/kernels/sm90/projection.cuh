@@ -1,15 +1,17 @@
-// Biases of the projections that made Q and V. That of K adds the same to all scores of
-// a row, which softmax does not see; that of V adds itself to a row of the output, whose weights
-// sum up to 1.
+// Biases of the projections that made Q and V. That of K adds the same to all scores of a row,
+// which softmax does not see; that of V adds itself to a row of the output, whose weights sum up
+// to 1.
 #pragma once
 
+#include "kernels/sm90/shared.cuh"
 #include "kernels/sm90/softmax.cuh"
 
 namespace flashonnx::sm90 {
 
-// Whether kernels of the tiling see to them.
+// Whether kernels of the tiling see to them. Code that is passed by costs time, too, where it comes
+// cold: as little as can be stands in the consumers' way.
 template <class C>
-constexpr bool kAddsProjectionBias = !C::kMarks && !C::kGathered;
+constexpr bool kAddsProjectionBias = !C::kMarks && !C::kGathered && (C::kQueryStages > 1);
 
 // The sum of two vectors of eight elements, rounded to them.
 template <class T>
@@ -22,22 +24,52 @@ __device__ __forceinline__ uint4 add_elements(uint4 x, uint4 y) {
   return x;
 }
 
-// Adds the head's bias to a warpgroup's tile of queries, in shared memory.
+// Adds a head's bias to a tile of queries in shared memory, by two warps.
 template <class T, class C>
-__device__ __forceinline__ void add_query_bias(const Problem& p, int head, uint32_t queries) {
-  constexpr int kChunks = C::kBoxRow / 16;  // of a row of a box
-  const int place = threadIdx.x % kChunks, first = threadIdx.x % 128 / kChunks;
+__device__ __forceinline__ void add_to_queries(const T* bias, int dim, int thread,
+                                               uint32_t queries) {
+  constexpr int kChunks = C::kBoxRow / 16, kRows = 64 / kChunks;  // of a box, at a time
+  const int place = thread % kChunks, first = thread / kChunks;
   const int feature = 8 * (place ^ (kChunks == 8 ? first % 8 : first / 2 % 4));
-  const T* const bias = static_cast<const T*>(p.q_bias.data) + head * p.q_bias.head + feature;
-#pragma unroll
+#pragma unroll 1
   for (int box = 0; box < C::kBoxes; ++box) {
-    if (box * C::kBox + feature >= p.head_dim) continue;
-    const uint4 add = __ldg(reinterpret_cast<const uint4*>(bias + box * C::kBox));
+    if (box * C::kBox + feature >= dim) continue;
+    const uint4 add = __ldg(reinterpret_cast<const uint4*>(bias + box * C::kBox + feature));
+    uint32_t at = queries + (box * C::kQueries + first) * C::kBoxRow + place * 16;
+#pragma unroll 1
+    for (int row = 0; row < C::kQueries; row += 4 * kRows, at += 4 * kRows * C::kBoxRow) {
+      uint4 x[4];
 #pragma unroll
-    for (int row = 0; row < 64; row += 128 / kChunks) {
-      const uint32_t at = queries + (box * C::kQueries + first + row) * C::kBoxRow + place * 16;
-      store_chunk(at, add_elements<T>(load_chunk(at), add));
+      for (int i = 0; i < 4; ++i) x[i] = load_chunk(at + i * kRows * C::kBoxRow);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        store_chunk(at + i * kRows * C::kBoxRow, add_elements<T>(x[i], add));
     }
+  }
+}
+
+// Warps 1 and 2 add the bias to tiles of queries that have landed, and hand them on to consumers.
+template <class T, class C>
+__device__ __forceinline__ void add_query_biases(const Problem& p, const Shared<C>& shared) {
+  const int thread = threadIdx.x - 32;
+  Ring<C::kQueryStages> queries;
+  bool more = true;
+  while (more) {
+    barrier_wait(shared.q_landed(queries.stage), queries.round);
+    const Work& work = shared.item(queries.stage)->work;
+    more = work.batch >= 0;
+    if (more) {
+      // The epilogue's comes near meanwhile.
+      if (p.v_bias.data && 64 * thread < C::kValueDim)
+        prefetch_line(static_cast<const T*>(p.v_bias.data) + work.kv_head * p.v_bias.head +
+                      64 * thread);
+      add_to_queries<T, C>(static_cast<const T*>(p.q_bias.data) + work.head * p.q_bias.head,
+                           p.head_dim, thread, shared.q(queries.stage));
+      fence_async();
+    }
+    named_sync(1 + 2 * C::kGroups, 64);
+    if (thread == 0) barrier_arrive(shared.q_full(queries.stage));
+    queries.advance();
   }
 }
 
@@ -49,7 +81,6 @@ __device__ __forceinline__ void add_value_bias(const Problem& p, int kv_head, in
   const T* const bias = static_cast<const T*>(p.v_bias.data) + kv_head * p.v_bias.head + 2 * quad;
 #pragma unroll
   for (int n = 0; n < C::kValueDim / 8; ++n) {
-    if (8 * n >= p.value_dim) break;
     const uint32_t pair = __ldg(reinterpret_cast<const uint32_t*>(bias + 8 * n));
     const float low = to_float(reinterpret_cast<const T*>(&pair)[0]);
     const float high = to_float(reinterpret_cast<const T*>(&pair)[1]);
