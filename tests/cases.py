@@ -116,8 +116,7 @@ class Case:
         if self.sinks:
             inputs["sinks"] = random.standard_normal(self.heads[0], dtype=np.float32)
         if self.bias is not None:
-            size = self.heads[0] * self.head_dim + self.heads[1] * (self.head_dim + value_dim)
-            inputs["bias"] = normal(size, spread=self.bias)
+            inputs["bias"] = normal(sum(x.shape[1] * x.shape[3] for x in (q, k, v)), spread=self.bias)
         return {name: x for name, x in inputs.items() if x is not None}
 
     def reference(self, inputs: dict[str, Array]) -> dict[str, Array]:
@@ -178,7 +177,9 @@ class Case:
             return attend
         dtype = numpy_dtype(self.dtype if self.mask_dtype == "T" else self.mask_dtype)
         if sentinel == np.finfo(np.float32).min:
-            sentinel = float(_finfo(dtype).min)
+            import ml_dtypes
+
+            sentinel = float(ml_dtypes.finfo(dtype).min)
         uniform = self.mask_fill in ("finfo.min", "-1e4")
         bias = np.zeros(shape) if uniform else random.standard_normal(shape)
         return np.where(attend, bias, sentinel).astype(dtype)
@@ -205,14 +206,6 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
         return np.dtype(ml_dtypes.bfloat16)
     return np.dtype(name)
-
-
-def _finfo(dtype: np.dtype[Any]) -> Any:
-    if dtype.name == "bfloat16":
-        import ml_dtypes
-
-        return ml_dtypes.finfo(dtype)
-    return np.finfo(dtype)
 
 
 def pack(q: Array, k: Array, v: Array, layout: str) -> tuple[Array, Array | None, Array | None]:
