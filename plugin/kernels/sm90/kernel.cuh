@@ -23,9 +23,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   extern __shared__ unsigned char memory[];
   const Shared<C> shared(memory);
   const bool marked = C::kPackedMasks || (C::kGeneral && plan.mask_per_key);
+  if (threadIdx.x == 0) shared.init_barriers(marked);
   if constexpr (kAddsProjectionBias<C>)
     if (threadIdx.x == 0 && p.q_bias.data) shared.init_landed_barriers();
-  if (threadIdx.x == 0) shared.init_barriers(marked);
   if constexpr (C::kOnes) shared.fill_ones(pack<T>(1.f, 1.f));
   if constexpr (C::kBiasProduct) shared.fill_bias_operands(!plan.mask_per_key);
   if constexpr (C::kMarks) {

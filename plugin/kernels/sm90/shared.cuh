@@ -94,8 +94,10 @@ struct Shared {
     static_assert(C::kQueryStages <= 4);
     return barrier(2 * C::kQueryStages + 4 * C::kStages + stage);
   }
+  // After all others.
   __device__ __forceinline__ void init_landed_barriers() const {
     for (int stage = 0; stage < C::kQueryStages; ++stage) barrier_init(q_landed(stage), 1);
+    fence_barrier_init();
   }
   // By one thread, before any other uses them. Consumers let go of Q by thread, as all read what is
   // to be done with it, and of K and V by warp. `marked`: a warp finds tiles for the producer.
