@@ -151,7 +151,7 @@ __device__ __forceinline__ bool finish(const Problem& p, const Plan& plan, const
     empty[h] = __ballot_sync(0xffffffffu, sum == 0.f);
   }
   const bool means = p.empty_row_mean && (empty[0] | empty[1]) != 0;
-  const bool biased = kAddsProjectionBias<C> && p.v_bias.data;
+  const bool biased = kAddsProjectionBias<C> && (p.biases & kValueBias) != 0;
   // What is rare is passed by in one jump: code that comes cold is waited for.
   if (!plan.o_vectors || means || biased) {
     if constexpr (kAddsProjectionBias<C>)

@@ -60,7 +60,7 @@ __device__ __forceinline__ void add_query_biases(const Problem& p, const Shared<
     more = work.batch >= 0;
     if (more) {
       // The epilogue's comes near meanwhile.
-      if (p.v_bias.data && 64 * thread < C::kValueDim)
+      if ((p.biases & kValueBias) && 64 * thread < C::kValueDim)
         prefetch_line(static_cast<const T*>(p.v_bias.data) + work.kv_head * p.v_bias.head +
                       64 * thread);
       add_to_queries<T, C>(static_cast<const T*>(p.q_bias.data) + work.head * p.q_bias.head,
@@ -96,7 +96,7 @@ __device__ __forceinline__ void add_value_bias(const Problem& p, int kv_head, in
 template <class T, class C>
 __device__ __forceinline__ void add_query_bias(const Problem& p, int head, int lane,
                                                float (&row)[C::kDim / 32]) {
-  if (!kAddsProjectionBias<C> || !p.q_bias.data) return;
+  if (!kAddsProjectionBias<C> || !(p.biases & kQueryBias)) return;
   const T* const bias = static_cast<const T*>(p.q_bias.data) + head * p.q_bias.head;
 #pragma unroll
   for (int i = 0; i < C::kDim / 32; ++i) {
@@ -107,7 +107,7 @@ __device__ __forceinline__ void add_query_bias(const Problem& p, int head, int l
 template <class T, class C>
 __device__ __forceinline__ void add_value_bias(const Problem& p, int kv_head, int lane, float times,
                                                float (&row)[C::kDim / 32]) {
-  if (!kAddsProjectionBias<C> || !p.v_bias.data) return;
+  if (!kAddsProjectionBias<C> || !(p.biases & kValueBias)) return;
   const T* const bias = static_cast<const T*>(p.v_bias.data) + kv_head * p.v_bias.head;
 #pragma unroll
   for (int i = 0; i < C::kDim / 32; ++i) {
