@@ -16,7 +16,6 @@ struct ProjectionBias {  // of Q's type, features side by side
   const void* data;
   int64_t head;  // stride in elements
 };
-constexpr int32_t kQueryBias = 1, kValueBias = 2;
 
 struct Problem {
   View q, k, v, o;
@@ -35,9 +34,6 @@ struct Problem {
   int64_t group;  // query heads per key head
   int32_t q_length, key_length, head_dim, value_dim;
   int32_t key_limit;  // keys that the mask covers; all without one
-  // Which of the biases at the end are there. They are told here, where every kernel looks first:
-  // what is told in another line of constants comes a microsecond later when that is cold.
-  int32_t biases;
 
   int64_t offset;       // query i stands at key i + offset (+ key_lengths[b] - q_length)
   int64_t left, right;  // keys seen before and after that position; -1: all

@@ -46,7 +46,7 @@ __device__ __forceinline__ void attend_row(const Problem& p, const Plan& plan, c
   load_row<T, C>(static_cast<const T*>(p.q.data) + work.batch * p.q.batch + work.head * p.q.head +
                      (sequence.first_query + query) * p.q.row,
                  p.head_dim, lane, q);
-  add_query_bias<T, C>(p, work.head, lane, q);
+  if constexpr (C::kBiased) add_query_bias<T, C>(p, work.head, lane, q);
   const T* const k = static_cast<const T*>(p.k.data) + work.batch * p.k.batch +
                      work.kv_head * p.k.head + sequence.first_key * p.k.row;
   const T* const v = static_cast<const T*>(p.v.data) + work.batch * p.v.batch +
@@ -82,7 +82,7 @@ __device__ __forceinline__ void attend_row(const Problem& p, const Plan& plan, c
 #pragma unroll
     for (int i = 0; i < C::kDim / 32; ++i) output[i] = fmaf(output[i], keep, weight * row[i]);
   }
-  add_value_bias<T, C>(p, work.kv_head, lane, sum, output);
+  if constexpr (C::kBiased) add_value_bias<T, C>(p, work.kv_head, lane, sum, output);
 }
 
 // The mean of V over the keys below the length: what a row without keys becomes if asked for.
@@ -103,7 +103,8 @@ __device__ __forceinline__ void mean_of_values(const Problem& p, const Work& wor
   }
 #pragma unroll
   for (int i = 0; i < C::kDim / 32; ++i) output[i] = __fdividef(output[i], max(length, 1));
-  if (length > 0) add_value_bias<T, C>(p, work.kv_head, lane, 1.f, output);
+  if constexpr (C::kBiased)
+    if (length > 0) add_value_bias<T, C>(p, work.kv_head, lane, 1.f, output);
 }
 
 __device__ __forceinline__ void store_lse(const Problem& p, const Work& work, int query, float x) {

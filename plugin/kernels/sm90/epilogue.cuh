@@ -150,41 +150,37 @@ __device__ __forceinline__ bool finish(const Problem& p, const Plan& plan, const
       store_lse(p, work, token_of<C>(item) + query, natural_lse(p, state.maximum[h], summed));
     empty[h] = __ballot_sync(0xffffffffu, sum == 0.f);
   }
+  if constexpr (C::kBiased) add_value_bias<T, C>(p, work.kv_head, lane.quad, sums, output);
   const bool means = p.empty_row_mean && (empty[0] | empty[1]) != 0;
-  const bool biased = kAddsProjectionBias<C> && (p.biases & kValueBias) != 0;
-  // What is rare is passed by in one jump: code that comes cold is waited for.
-  if (!plan.o_vectors || means || biased) {
-    if constexpr (kAddsProjectionBias<C>)
-      if (biased) add_value_bias<T, C>(p, work.kv_head, lane.quad, sums, output);
-    if (!plan.o_vectors || means) {
-      store_elements<C>(p, lane, item, scale, output);
-      if (means) store_means<T, C>(p, work, lane, empty);
+  if (plan.o_vectors && !means) {
+    if constexpr (C::kQueryStages == 1) {
+      store_vectors<T, C>(p, lane, item, scale, output);
       return false;
     }
-  }
-  if constexpr (C::kQueryStages == 1) {
-    store_vectors<T, C>(p, lane, item, scale, output);
-    return false;
-  }
-  stage_rows<T, C>(lane, rows, scale, output);
-  if constexpr (C::kGathered) {
-    const int first = work.first_query + lane.group * 64 + lane.warp * 16;
-    if (p.ragged.queries && first + 16 > item.queries) {
-      store_staged_rows<T, C>(p, lane, rows, place_of_row<C>(p, item, first), item.queries - first);
-      return false;
+    stage_rows<T, C>(lane, rows, scale, output);
+    if constexpr (C::kGathered) {
+      const int first = work.first_query + lane.group * 64 + lane.warp * 16;
+      if (p.ragged.queries && first + 16 > item.queries) {
+        store_staged_rows<T, C>(p, lane, rows, place_of_row<C>(p, item, first),
+                                item.queries - first);
+        return false;
+      }
     }
-  }
-  if (lane.lane == 0) {
-    const int first = token_of<C>(item) + work.first_query + lane.group * 64 + lane.warp * 16;
-    const int batch = C::kGathered && p.ragged.queries ? 0 : work.batch;
+    if (lane.lane == 0) {
+      const int first = token_of<C>(item) + work.first_query + lane.group * 64 + lane.warp * 16;
+      const int batch = C::kGathered && p.ragged.queries ? 0 : work.batch;
 #pragma unroll
-    for (int box = 0; box < C::kValueBoxes; ++box) {
-      store_box(&map, rows + box * C::kQueries * C::kBoxRow, box * C::kBox, first, work.head,
-                batch);
+      for (int box = 0; box < C::kValueBoxes; ++box) {
+        store_box(&map, rows + box * C::kQueries * C::kBoxRow, box * C::kBox, first, work.head,
+                  batch);
+      }
+      commit_stores();
     }
-    commit_stores();
+    return true;
   }
-  return true;
+  store_elements<C>(p, lane, item, scale, output);
+  if (means) store_means<T, C>(p, work, lane, empty);
+  return false;
 }
 
 }  // namespace flashonnx::sm90

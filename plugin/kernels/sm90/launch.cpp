@@ -53,18 +53,16 @@ const char* refusal(const Params& params) {
   return sm80::refusal(params);
 }
 
-// Kernels without masks do, up to head size 128. Of K's there is nothing left to do, as softmax
-// does not see what is added to all scores of a row; lse and sinks do.
+// Without a mask, at head size 64. Of K's there is nothing left to do, as softmax does not see what
+// is added to all scores of a row; lse and sinks do.
 bool adds_biases(const Params& params) {
-  const int64_t dim = std::max(params.head_dim, params.value_dim);
   const auto fits = [](const flashonnx_tensor& bias, int64_t heads) {
-    return !is_present(bias) || heads == 1 || bias.stride[1] % 8 == 0;
+    return is_present(bias) && (heads == 1 || bias.stride[1] % 8 == 0);
   };
   return !is_gathered(params) && !is_present(params.mask) && !is_present(params.lse) &&
          !is_present(params.sinks) && !plan_of(params).all_tiles && params.kv_length > 0 &&
-         params.head_dim % 8 == 0 && fits(params.q_bias, params.q_heads) &&
-         fits(params.v_bias, params.kv_heads) && params.value_dim == dim &&
-         (dim == 64 || dim == 96 || dim == 128);
+         params.value_dim == 64 && params.head_dim <= 64 && params.head_dim % 8 == 0 &&
+         fits(params.q_bias, params.q_heads) && fits(params.v_bias, params.kv_heads);
 }
 
 Gathering gathering_of(const Params& params, int keys, Problem* p, Plan* plan) {

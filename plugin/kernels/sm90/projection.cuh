@@ -8,11 +8,6 @@
 
 namespace flashonnx::sm90 {
 
-// Whether kernels of the tiling see to them. Code that is passed by costs time, too, where it comes
-// cold: as little as can be stands in the consumers' way.
-template <class C>
-constexpr bool kAddsProjectionBias = !C::kMarks && !C::kGathered && (C::kQueryStages > 1);
-
 // The sum of two vectors of eight elements, rounded to them.
 template <class T>
 __device__ __forceinline__ uint4 add_elements(uint4 x, uint4 y) {
@@ -60,7 +55,7 @@ __device__ __forceinline__ void add_query_biases(const Problem& p, const Shared<
     more = work.batch >= 0;
     if (more) {
       // The epilogue's comes near meanwhile.
-      if ((p.biases & kValueBias) && 64 * thread < C::kValueDim)
+      if (64 * thread < C::kValueDim)
         prefetch_line(static_cast<const T*>(p.v_bias.data) + work.kv_head * p.v_bias.head +
                       64 * thread);
       add_to_queries<T, C>(static_cast<const T*>(p.q_bias.data) + work.head * p.q_bias.head,
@@ -96,7 +91,6 @@ __device__ __forceinline__ void add_value_bias(const Problem& p, int kv_head, in
 template <class T, class C>
 __device__ __forceinline__ void add_query_bias(const Problem& p, int head, int lane,
                                                float (&row)[C::kDim / 32]) {
-  if (!kAddsProjectionBias<C> || !(p.biases & kQueryBias)) return;
   const T* const bias = static_cast<const T*>(p.q_bias.data) + head * p.q_bias.head;
 #pragma unroll
   for (int i = 0; i < C::kDim / 32; ++i) {
@@ -107,7 +101,6 @@ __device__ __forceinline__ void add_query_bias(const Problem& p, int head, int l
 template <class T, class C>
 __device__ __forceinline__ void add_value_bias(const Problem& p, int kv_head, int lane, float times,
                                                float (&row)[C::kDim / 32]) {
-  if (!kAddsProjectionBias<C> || !(p.biases & kValueBias)) return;
   const T* const bias = static_cast<const T*>(p.v_bias.data) + kv_head * p.v_bias.head;
 #pragma unroll
   for (int i = 0; i < C::kDim / 32; ++i) {
