@@ -51,7 +51,7 @@ def fuse(
             place, and each sentence has a length of its own, `cache_lengths`; inputs called attention_mask,
             position_ids and cache_position go, as these follow from the lengths.
         join_projections: where constant weights make Q, K and V of one tensor, one product of the weights side by side
-            makes all three. Runtimes join the weights when they load the model.
+            makes all three, and the fused node adds their bias. Runtimes join the weights when they load the model.
 
     Returns:
         The fused model (an onnx.ModelProto, or an onnx_ir.Model for one) and the report of every
@@ -117,6 +117,7 @@ def _with_caches(model: ir.Model, kind: str, portable: bool, join_projections: b
 
     gone = rewriting.prepare(model, kind)
     left = [site for site in fuse_ir(model, portable=False, join_projections=False).sites if not site.fused]
+    projections.add_apart(model)
     try:
         notes = rewriting.finish(model, kind)
     except CacheError as error:
@@ -157,12 +158,13 @@ def _fuse(model: ir.Model, options: _Options, places: Mapping[ir.Node, str]) -> 
         candidate = dataclasses.replace(found, where=found.where + places.get(found.node, ""))
         matrix, chain = matrix_of(fusion.facts, candidate), [(n.op_type, n.name or "") for n in candidate.chain()]
         site, node = _one(fusion, candidate)
-        before = packed_caches.uncut(fusion, node) if node is not None else []
-        if node is not None and not before and options.join_projections:
-            before = projections.join(fusion, node)
-        if node is not None and before:
-            remove_unused(before)
-            site = dataclasses.replace(site, became=describe(fusion, node))
+        if node is not None:
+            before = packed_caches.uncut(fusion, node)
+            if options.join_projections:
+                before += [*projections.join(fusion, node), *projections.take_bias(fusion, node)]
+            if before:
+                remove_unused(before)
+                site = dataclasses.replace(site, became=describe(fusion, node))
         mask = mask_of(fusion.facts, node) if node is not None else None
         sites.append(dataclasses.replace(site, matrix=matrix, operators=tuple(chain), mask=mask))
         if node is not None:

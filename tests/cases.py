@@ -13,7 +13,7 @@ import numpy as np
 from flashonnx.reference import Array, attention, prepare
 
 DTYPES = ("float32", "float16", "bfloat16")
-INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen", "sinks")
+INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen", "sinks", "bias")
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Case:
     is_causal: int = 0
     lengths: tuple[int, ...] | None = None  # nonpad_kv_seqlen
     sinks: bool = False
+    bias: float | None = None  # standard deviation of the projections' bias; None: there is none
     scale: float | None = None
     softcap: float = 0.0
     left: int = -1
@@ -114,6 +115,8 @@ class Case:
             inputs["nonpad_kv_seqlen"] = np.array(self.lengths, np.int64)
         if self.sinks:
             inputs["sinks"] = random.standard_normal(self.heads[0], dtype=np.float32)
+        if self.bias is not None:
+            inputs["bias"] = normal(sum(x.shape[1] * x.shape[3] for x in (q, k, v)), spread=self.bias)
         return {name: x for name, x in inputs.items() if x is not None}
 
     def reference(self, inputs: dict[str, Array]) -> dict[str, Array]:
@@ -174,7 +177,9 @@ class Case:
             return attend
         dtype = numpy_dtype(self.dtype if self.mask_dtype == "T" else self.mask_dtype)
         if sentinel == np.finfo(np.float32).min:
-            sentinel = float(_finfo(dtype).min)
+            import ml_dtypes
+
+            sentinel = float(ml_dtypes.finfo(dtype).min)
         uniform = self.mask_fill in ("finfo.min", "-1e4")
         bias = np.zeros(shape) if uniform else random.standard_normal(shape)
         return np.where(attend, bias, sentinel).astype(dtype)
@@ -201,14 +206,6 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
         return np.dtype(ml_dtypes.bfloat16)
     return np.dtype(name)
-
-
-def _finfo(dtype: np.dtype[Any]) -> Any:
-    if dtype.name == "bfloat16":
-        import ml_dtypes
-
-        return ml_dtypes.finfo(dtype)
-    return np.finfo(dtype)
 
 
 def pack(q: Array, k: Array, v: Array, layout: str) -> tuple[Array, Array | None, Array | None]:

@@ -87,10 +87,10 @@ def naive_attention(inputs: dict[str, Array], attributes: dict[str, Any]) -> tup
         Y as (B, Hq, Sq, Dv) and lse (B, Hq, Sq), in float32, and the last bit of the largest score.
     """
     masks = ("is_causal", "q_num_heads", "kv_num_heads", "left_window_size", "right_window_size", "qkv_layout")
-    names = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen")
+    names = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen", "bias")
     problem = prepare(*(inputs.get(n) for n in names), **{m: attributes[m] for m in masks})
-    dtype = problem.q.dtype
-    q, k, v = (np.nan_to_num(x.astype(np.float32)) for x in (problem.q, problem.k, problem.v))
+    dtype = inputs["Q"].dtype
+    q, k, v = (np.nan_to_num(x.astype(dtype).astype(np.float32)) for x in (problem.q, problem.k, problem.v))
     group = q.shape[1] // k.shape[1]
     k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
     scale = np.float32(attributes["scale"] or 1 / math.sqrt(q.shape[3]))

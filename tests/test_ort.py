@@ -12,6 +12,7 @@ from threading import Barrier
 from typing import Any
 
 import cases
+import cases_bias
 import numpy as np
 import pytest
 from cases import Case
@@ -31,7 +32,7 @@ def _needs_provider(request: pytest.FixtureRequest, library_path: str) -> None:
         pytest.skip("this onnxruntime has no CUDA")
 
 
-@on_devices(*cases.ALL)
+@on_devices(*cases.ALL, *cases_bias.SMALL)
 def test_case(device: str, case: Case) -> None:
     inputs = case.inputs()
     session = open_session(one_node(case, inputs), device)

@@ -131,6 +131,7 @@ _BAD_INPUTS: dict[str, tuple[dict[str, Array], dict[str, Any], str]] = {
         "input 'nonpad_kv_seqlen' is expected to have 1 dimension, got 2",
     ),
     "sinks": (_inputs(sinks=(2,)), {}, "input 'sinks' is expected to have query heads 4, got 2"),
+    "bias": (_inputs(bias=(8,)), {}, "input 'bias' is expected to have size 64, got 8"),
     "mean and sinks": (_inputs(sinks=(4,)), {"empty_row": "mean"}, "cannot be combined with 'sinks'"),
     "packed and K": (
         _inputs(Q=(2, 5, 64), V=None),

@@ -76,7 +76,7 @@ def test_absent_fields_stay_absent(host: Host) -> None:
         ({"inputs": "K,Q,V"}, 'begin with "Q"'),
         ({"inputs": "Q,K,V,K"}, "distinct names"),
         ({"inputs": "Q,K,V,"}, "distinct names"),
-        ({"inputs": "Q,K,V,bias"}, "distinct names"),
+        ({"inputs": "Q,K,V,weights"}, "distinct names"),
         ({"inputs": "Q,K,V,past_key"}, '"past_key" and "past_value" together'),
         ({"outputs": "lse"}, 'begin with "Y"'),
         ({"outputs": ""}, "distinct names"),

@@ -33,6 +33,14 @@ def test_holes_are_closed() -> None:
     assert before.graph.node[0].input[3] == ""  # the caller's model is the caller's
 
 
+def test_a_bias_behind_holes() -> None:
+    """Of packed projections it is the second of two inputs, and named."""
+    case = Case("bias", layout="3hd", kv_length=5, bias=1.0)
+    (node,) = prepare_for_tensorrt(one_node(case, case.inputs())).graph.node
+    assert list(node.input) == ["Q", "bias"]
+    assert attributes_of(node)["inputs"] == "Q,bias"
+
+
 def test_preparing_twice_changes_nothing() -> None:
     once = prepare_for_tensorrt(two_nodes())
     assert prepare_for_tensorrt(once) == once

@@ -58,6 +58,8 @@ class CacheAttention:
         for node in [node for node in self.model.graph if node.op_identifier()[:2] == (schema.DOMAIN, schema.OP_TYPE)]:
             inputs: dict[str, ir.Value | None] = dict(zip(schema.INPUTS, node.inputs, strict=False))
             pair = self._pairs_of(node, inputs)
+            if pair is not None and inputs.get("bias") is not None:
+                raise CacheError(f"'{node.name}' has a bias for Q, K and V of four dimensions")
             if pair is not None:
                 self._check(node, inputs)
                 self._replace(node, inputs, pair, lengths, block_table)

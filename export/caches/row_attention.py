@@ -17,6 +17,7 @@ def attention(rows: Rows, node: ir.Node) -> Axes:
     if given.get("past_key") is not None:
         raise MixedError("it has a past that is no cache")
     rows.free(given.get("sinks"))
+    rows.free(given.get("bias"))
     query = rows.axes(node.inputs[0])
     layout = node.attributes["qkv_layout"].as_string() if "qkv_layout" in node.attributes else "separate"
     if layout == "time_major":

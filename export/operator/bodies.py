@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from flashonnx.export.operator import schema
+from flashonnx.export.operator.bias_bodies import sums
 from flashonnx.export.operator.nodes import NodeWriter
 from onnx import TensorProto
 
@@ -33,8 +34,10 @@ def standard_body(w: NodeWriter, s: Signature) -> None:
     given = schema.without_defaults(dict(s.attributes))
     attributes = {name: given[name] for name in _STANDARD_ATTRIBUTES if name in given}
     layout = s.attribute("qkv_layout")
+    if s.has("bias"):
+        names |= sums(w, s, {name: name for name in "QKV" if s.has(name)})
     if layout != "separate":
-        names["Q"], names["K"], names["V"] = _split(w, s, layout)
+        names["Q"], names["K"], names["V"] = _split(w, s, names["Q"], layout)
         attributes |= {"q_num_heads": s.q_heads, "kv_num_heads": s.kv_heads or s.q_heads}
     elif s.rank == 4:  # the shapes tell, and Attention refuses the attributes
         attributes.pop("q_num_heads", None)
@@ -60,15 +63,15 @@ def _given(names: dict[str, str], order: Sequence[str]) -> list[str]:
     return found
 
 
-def _split(w: NodeWriter, s: Signature, layout: str) -> list[str]:
-    """Q, K, V as (B, S, heads * size), out of the one input that carries them."""
+def _split(w: NodeWriter, s: Signature, packed: str, layout: str) -> list[str]:
+    """Q, K, V as (B, S, heads * size), out of the one tensor that carries them."""
     assert s.q_heads is not None
     q_heads, kv_heads = s.q_heads, s.kv_heads or s.q_heads
     if layout == "h3d":
-        heads = w.op("Reshape", "Q", w.ints(0, 0, q_heads, -1 if s.size is None else 3 * s.size))
+        heads = w.op("Reshape", packed, w.ints(0, 0, q_heads, -1 if s.size is None else 3 * s.size))
         parts = w.ops("Split", heads, to=[None] * 3, axis=3, num_outputs=3)
     else:
-        heads = w.op("Reshape", "Q", w.ints(0, 0, q_heads + 2 * kv_heads, -1 if s.size is None else s.size))
+        heads = w.op("Reshape", packed, w.ints(0, 0, q_heads + 2 * kv_heads, -1 if s.size is None else s.size))
         parts = w.ops("Split", heads, w.ints(q_heads, kv_heads, kv_heads), to=[None] * 3, axis=2)
     if layout == "time_major":
         parts = [w.op("Transpose", part, perm=[1, 0, 2, 3]) for part in parts]
@@ -138,11 +141,13 @@ def _from_float(w: NodeWriter, s: Signature, value: str, name: str) -> None:
 def _four_dimensions(w: NodeWriter, s: Signature) -> tuple[str, str, str]:
     """Q, K, V as (B, heads, S, size) in float32."""
     layout = s.attribute("qkv_layout")
+    given = {name: _float(w, s, name) for name in "QKV" if s.has(name)}
+    if s.has("bias"):
+        given = sums(w, s, given, _float(w, s, "bias"))
     if layout != "separate":
-        return _unpacked(w, s, layout)
+        return _unpacked(w, s, given["Q"], layout)
     if s.rank == 4:
-        q, k, v = (_float(w, s, name) for name in "QKV")
-        return q, k, v
+        return given["Q"], given["K"], given["V"]
     result = []
     for name, heads, size in (
         ("Q", s.q_heads, s.size),
@@ -151,16 +156,16 @@ def _four_dimensions(w: NodeWriter, s: Signature) -> tuple[str, str, str]:
     ):
         assert heads is not None
         shape = w.ints(0, 0, heads, size if size is not None else -1)
-        split = w.op("Reshape", _float(w, s, name), shape)
+        split = w.op("Reshape", given[name], shape)
         result.append(w.op("Transpose", split, perm=[0, 2, 1, 3]))
     return result[0], result[1], result[2]
 
 
-def _unpacked(w: NodeWriter, s: Signature, layout: str) -> tuple[str, str, str]:
+def _unpacked(w: NodeWriter, s: Signature, packed: str, layout: str) -> tuple[str, str, str]:
     assert s.q_heads is not None
     q_heads, kv_heads = s.q_heads, s.kv_heads or s.q_heads
     total = q_heads + 2 * kv_heads
-    split = w.op("Reshape", _float(w, s, "Q"), w.ints(0, 0, total, -1 if s.size is None else s.size))
+    split = w.op("Reshape", packed, w.ints(0, 0, total, -1 if s.size is None else s.size))
     perm = [1, 2, 0, 3] if layout == "time_major" else [0, 2, 1, 3]
     heads = w.op("Transpose", split, perm=perm)
     if layout == "h3d":

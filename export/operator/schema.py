@@ -20,7 +20,7 @@ DOMAIN = "flashonnx"
 VERSION = 1
 OP_TYPE = "FlashAttention"
 
-INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen", "sinks")
+INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen", "sinks", "bias")
 OUTPUTS = ("Y", "present_key", "present_value", "lse")
 
 QKV_LAYOUTS = ("separate", "3hd", "h3d", "gqa", "time_major")
@@ -79,7 +79,9 @@ heads, queries, keys) except in its last dimension, which is padded with -inf wh
 than the keys. A masked score is a true -inf. A query that sees no key gives 0 (empty_row "zero") or
 the mean of V over all keys below nonpad_kv_seqlen ("mean"). sinks (one float a query head) add
 exp(sink) to the softmax's denominator. lse is the natural logarithm of the sum of exp(scores),
-without the sink. scale defaults to 1 / sqrt(size). Query head h uses key head h // (Hq / Hkv).
+without the sink. bias (Hq D + Hkv D + Hkv Dv), packed as Q is, or Q's, K's and V's one behind the
+other, is added to every row of them (not of the past) before anything else. scale defaults to 1 /
+sqrt(size). Query head h uses key head h // (Hq / Hkv).
 """
 
 
@@ -168,6 +170,7 @@ _INPUT_TYPES = {
     "past_value": "T",
     "nonpad_kv_seqlen": "tensor(int64)",
     "sinks": "tensor(float)",
+    "bias": "T",
 }
 _OUTPUT_TYPES = {"Y": "T", "present_key": "T", "present_value": "T", "lse": "tensor(float)"}
 _FLOATS = ("tensor(float)", "tensor(float16)", "tensor(bfloat16)")

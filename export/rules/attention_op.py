@@ -35,7 +35,7 @@ class StandardAttention(Rule):
 def read_operator(candidate: Candidate, opset: int) -> Site:
     node = candidate.node
     is_standard = candidate.kind == "Attention"
-    names = schema.INPUTS[:-1] if is_standard else schema.INPUTS
+    names = schema.INPUTS[: schema.INPUTS.index("sinks")] if is_standard else schema.INPUTS
     inputs: dict[str, ir.Value | None] = dict.fromkeys(schema.INPUTS)
     inputs.update(zip(names, node.inputs, strict=False))
     attributes = {name: node.attributes[name].value for name in schema.ATTRIBUTES if name in node.attributes}

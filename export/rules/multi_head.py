@@ -100,9 +100,10 @@ def _plus(op: Contributed, tensor: ir.Value, bias: ir.Value) -> ir.Value:
 class MultiHeadAttention(Rule):
     """com.microsoft::MultiHeadAttention: projected Q, K, V of three dimensions, K and V of four, or packed ones.
 
-    The bias of the projections is added before; key_padding_mask and attention_bias become one
-    additive mask, no larger than they are. Past keys are put before the new ones, as there; with past_sequence_length
-    they are in a buffer that the new ones go into, which FlashAttentionKVCache has for a cache.
+    The bias of the projections is the fused operator's own where all three have three dimensions, else it is added
+    before; key_padding_mask and attention_bias become one additive mask, no larger than they are. Past keys are put
+    before the new ones, as there; with past_sequence_length they are in a buffer that the new ones go into, which
+    FlashAttentionKVCache has for a cache.
     """
 
     kinds = (f"{DOMAIN}::MultiHeadAttention",)
@@ -123,9 +124,9 @@ class MultiHeadAttention(Rule):
             if op.input("bias") is not None:
                 raise RefusalError("a bias beside packed Q, K and V; add it before")
             attributes["qkv_layout"] = "h3d"
-            key, value, keys = None, None, q_dims[1]
+            key, value, keys, bias = None, None, q_dims[1], None
         else:
-            query, key, value = self._separate(op)
+            query, key, value, bias = self._separate(op)
             keys = op.dims_of(key, "key", 3, 4)[-2]
         attributes["is_causal"] = _causal(op, q_dims[1], keys)
         past = op.input("past_key")
@@ -140,7 +141,7 @@ class MultiHeadAttention(Rule):
 
         inputs: dict[str, ir.Value | None] = {
             **dict.fromkeys(schema.INPUTS), "Q": query, "K": key, "V": value, "past_key": past,
-            "past_value": op.input("past_value"),
+            "past_value": op.input("past_value"), "bias": bias,
         }  # fmt: skip
         _hide(op, inputs, "key_padding_mask", (q_dims[0], q_dims[1], keys), count)
         return op.rewrite(Site(op.node, inputs, attributes, outputs))
@@ -177,7 +178,8 @@ class MultiHeadAttention(Rule):
         replaced = dict(zip(op.node.outputs[:3], node.outputs, strict=False))
         return op.replaced({old: new for old, new in replaced.items() if old.name}, made, "")
 
-    def _separate(self, op: Contributed) -> tuple[ir.Value, ir.Value, ir.Value]:
+    def _separate(self, op: Contributed) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value | None]:
+        """Q, K and V, and the bias that is still to be added."""
         query, key, value, bias = op.required("query"), op.required("key"), op.input("value"), op.input("bias")
         k_dims = op.dims("key", 3, 4, 5)
         if len(k_dims) == 5:  # (batch, keys, heads, 2, size)
@@ -190,8 +192,9 @@ class MultiHeadAttention(Rule):
             halves = (op.op("Squeeze", half, op.builder.ints([3])) for half in op.split(key, 3, [1, 1]))
             key, value = (op.op("Reshape", half, flat) for half in halves)
         value = op.required("value") if value is None else value
-        if bias is None:
-            return query, key, value
+        plain = op.input("past_sequence_length") is None and {op.facts.rank(x) for x in (query, key, value)} == {3}
+        if bias is None or plain:
+            return query, key, value, bias
         q_width, v_width = op.dims("query", 3)[2].value, op.dims("value", 3, 4)
         size = v_width[2].value if len(v_width) == 3 else (v_width[1] * v_width[3]).value
         if q_width is None or size is None:
@@ -202,7 +205,7 @@ class MultiHeadAttention(Rule):
             _plus(op, tensor, part) if op.facts.rank(tensor) == 3 else tensor
             for tensor, part in zip((query, key, value), parts, strict=True)
         ]
-        return sums[0], sums[1], sums[2]
+        return sums[0], sums[1], sums[2], None
 
 
 class PackedProjection(Rule):
@@ -221,9 +224,8 @@ class PackedProjection(Rule):
         )
         batch, queries, _ = op.dims("input", 3)
         projected = op.op("MatMul", op.required("input"), op.required("weights"))
-        if op.input("bias") is not None:
-            projected = _plus(op, projected, op.required("bias"))
         inputs: dict[str, ir.Value | None] = dict.fromkeys(schema.INPUTS)
+        inputs["bias"] = op.input("bias")
         attributes = _attributes(op, op.attribute("num_heads"))
         attributes["is_causal"] = _causal(op, queries, queries)
         sizes = list(op.attribute("qkv_hidden_sizes", ()))

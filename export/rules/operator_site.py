@@ -115,9 +115,11 @@ def _arrangement(fusion: Fusion, site: Site) -> Arrangement | None:
     try:
         found = arrange(fusion.facts, tensors, scales=False)
         found.layout_attributes()
-        return found
     except RefusalError:
         return None  # one to one, then
+    # A bias is Q's, K's and V's, one behind the other, with as many heads.
+    moved = found.layout == "h3d" or found.key.heads != key_heads
+    return None if site.inputs["bias"] is not None and moved else found
 
 
 def _improve_mask(fusion: Fusion, site: Site, builder: Builder) -> None:

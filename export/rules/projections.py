@@ -1,15 +1,18 @@
 """Q, K and V that three products make of one tensor, made by one product of the weights side by side.
 
 A product thrice as wide fills a GPU better than three, and two additions and two launches are saved. The weights are
-joined by a Concat of constants, which runtimes compute when they load the model.
+joined by a Concat of constants, which runtimes compute when they load the model. A bias behind the product becomes the
+attention's own, whose kernels may spare a pass over the projections.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import numpy as np
 import onnx_ir as ir
+from flashonnx.export.model.build import Builder, Names
 from flashonnx.export.operator import schema
 from flashonnx.export.operator.cache_schema import KV_CACHE
 from flashonnx.export.rules.base import Fusion
@@ -49,29 +52,122 @@ def join(fusion: Fusion, node: ir.Node) -> list[ir.Node]:
     size = found[0].width // q_heads
     if [part.width for part in found] != [q_heads * size, kv_heads * size, kv_heads * size]:
         return []
+    biased = any(part.bias is not None for part in found)
+    if biased and given.get("bias") is not None:
+        return []
     builder = fusion.builder(node)
     key = ("side by side", graph, *(part.weight for part in found))
     weight = fusion.masks.get(key)
     if weight is None:
         weight = fusion.masks[key] = builder.op("Concat", *(part.weight for part in found), axis=1)
     packed = builder.op("MatMul", found[0].source, weight)
-    if any(part.bias is not None for part in found):
+    bias = given.get("bias")
+    if biased:
         kind = facts.dtype(found[0].weight)
         assert kind is not None
         biases = [part.bias or builder.constant(np.zeros(part.width, kind.numpy())) for part in found]
+        bias = builder.op("Concat", *biases, axis=0)
+    if bias is not None and node.op_type == KV_CACHE:  # which has none
         # Of three dimensions, so that ONNX Runtime makes no Gemm of it; see multi_head.py.
-        bias = builder.op("Unsqueeze", builder.op("Concat", *biases, axis=0), builder.ints([0, 1]))
-        packed = builder.op("Add", packed, bias)
+        packed, bias = builder.op("Add", packed, builder.op("Unsqueeze", bias, builder.ints([0, 1]))), None
     graph.insert_before(node, builder.nodes)
     facts.learn(builder.nodes)
     before = [made for value in node.inputs[:3] if value is not None and (made := value.producer()) is not None]
-    for index, value in enumerate((packed, None, None)):
-        node.replace_input_with(index, value)
-    if not any(node.inputs[3:]):  # what is missing at the end is left out: tools take '' for a name
-        node.resize_inputs(1)
+    _give(node, given | {"Q": packed, "K": None, "V": None, "bias": bias})
     layout = "3hd" if q_heads == kv_heads and node.op_type == schema.OP_TYPE else "gqa"
     node.attributes["qkv_layout"] = ir.AttrString("qkv_layout", layout)
     return before
+
+
+def take_bias(fusion: Fusion, node: ir.Node) -> list[ir.Node]:
+    """Gives a FlashAttention node the constant bias of its packed projections, that of an Add or of a Gemm.
+
+    Returns:
+        What added it, which nothing uses any more.
+    """
+    graph, given = node.graph, dict(zip(schema.INPUTS, node.inputs, strict=False))
+    packed = given.get("Q")
+    last = _only(packed)
+    if node.op_type != schema.OP_TYPE or graph is None or packed is None or last is None:
+        return []
+    if given.get("K") is not None or given.get("bias") is not None or fusion.facts.rank(packed) != 3:
+        return []
+    builder = fusion.builder(node)
+    found = _without_add(fusion.facts, builder, last) or _without_gemm(fusion.facts, builder, last)
+    if found is None:
+        return []
+    graph.insert_before(node, builder.nodes)
+    fusion.facts.learn(builder.nodes)
+    _give(node, given | dict(zip(("Q", "bias"), found, strict=True)))
+    return [last]
+
+
+def _without_add(facts: Facts, builder: Builder, last: ir.Node) -> tuple[ir.Value, ir.Value] | None:
+    """A projection and its bias, where `last` adds them."""
+    for projected, bias in (last.inputs, last.inputs[::-1]) if last.op_type == "Add" else ():
+        dims, ones = facts.dims(projected), facts.dims(bias)
+        if projected is None or bias is None or dims is None or len(dims) != 3 or not ones or not _is_stored(bias):
+            continue
+        if ones[-1] == dims[-1] and dims[-1].value is not None and all(dim.value == 1 for dim in ones[:-1]):
+            return projected, bias if len(ones) == 1 else builder.op("Reshape", bias, builder.ints([-1]))
+    return None
+
+
+def _without_gemm(facts: Facts, builder: Builder, last: ir.Node) -> tuple[ir.Value, ir.Value] | None:
+    """As well, where a Gemm of all tokens has the bias and `last` reshapes what it gives."""
+    gemm = _only(last.inputs[0]) if last.op_type == "Reshape" else None
+    if gemm is None or gemm.op_type != "Gemm" or len(gemm.inputs) < 3 or gemm.inputs[2] is None:
+        return None
+    bias, width = gemm.inputs[2], (facts.dims(last.outputs[0]) or (None,))[-1]
+    beta = gemm.attributes.get("beta")
+    if width is None or width.value is None or facts.dims(bias) != (width,) or not _is_stored(bias):
+        return None
+    if (facts.dims(gemm.outputs[0]) or (None,))[-1] != width or (beta is not None and beta.as_float() != 1):
+        return None
+    given = {name: attribute.value for name, attribute in gemm.attributes.items() if name != "beta"}
+    product = builder.op("Gemm", *gemm.inputs[:2], **given)
+    kept = {name: attribute.value for name, attribute in last.attributes.items()}
+    return builder.op("Reshape", product, last.inputs[1], **kept), bias
+
+
+def add_apart(model: ir.Model) -> None:
+    """Takes the biases of FlashAttention nodes away again: Q, K and V of three dimensions get them before.
+
+    Operators for caches have none.
+    """
+    facts, names = Facts(model), Names(model)
+    for node in [node for node in model.graph if node.op_identifier()[:2] == (schema.DOMAIN, schema.OP_TYPE)]:
+        _add_apart(facts, Builder(names, node.name or schema.OP_TYPE), node)
+
+
+def _add_apart(facts: Facts, builder: Builder, node: ir.Node) -> None:
+    given = dict(zip(schema.INPUTS, node.inputs, strict=False))
+    bias, graph = given.get("bias"), node.graph
+    names = [name for name in "QKV" if given.get(name) is not None]
+    dims = [facts.dims(given[name]) or () for name in names]
+    widths = [shape[2].value for shape in dims if len(shape) == 3]
+    if bias is None or graph is None or len(widths) < len(names) or None in widths:
+        return
+    parts = [bias]
+    if len(names) == 3:
+        sizes = builder.ints([width for width in widths if width is not None])
+        made = builder.op("Split", bias, sizes, outputs=3, axis=0).producer()
+        assert made is not None
+        parts = list(made.outputs)
+    for name, part in zip(names, parts, strict=True):
+        given[name] = builder.op("Add", given[name], part)
+    graph.insert_before(node, builder.nodes)
+    _give(node, given | {"bias": None})
+
+
+def _give(node: ir.Node, inputs: Mapping[str, ir.Value | None]) -> None:
+    """The node's inputs by name. What is missing at the end is left out: tools take '' for a name."""
+    values = [inputs.get(name) for name in schema.inputs_of(node.op_type)]
+    while values[-1] is None:
+        values.pop()
+    node.resize_inputs(len(values))
+    for index, value in enumerate(values):
+        node.replace_input_with(index, value)
 
 
 def _projection(facts: Facts, value: ir.Value | None) -> _Projection | None:

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "kernels/checks.h"
+#include "kernels/projection.h"
 #include "kernels/resolve.h"
 #include "kernels/table.h"
 #ifdef FLASHONNX_WITH_CUDA
@@ -35,7 +36,7 @@ constexpr Kernel kTable[] = {
 #endif
 #ifdef FLASHONNX_WITH_SM90
     {"sm90", FLASHONNX_CUDA, 90, 90, kHalves, 256, kOperator | kRagged | kPages, sm90::workspace,
-     sm90::workspace_bound, sm90::launch, sm90::refusal},
+     sm90::workspace_bound, sm90::launch, sm90::refusal, sm90::adds_biases},
 #endif
 #ifdef FLASHONNX_WITH_CUDA
     {"sm80", FLASHONNX_CUDA, 80, kAnyArch, kHalves, 256, kOperator | kRagged | kPages, nullptr,
@@ -124,11 +125,21 @@ flashonnx_status select(const Params& p, const Kernel** chosen) {
 }
 
 struct Plan {
+  Params given;  // with sums in place of projections whose biases no kernel adds
+  Sums sums;
   Resolved resolved;
   const Kernel* kernel = nullptr;
 };
 
-flashonnx_status make_plan(const Params* params, Plan* plan) {
+// Whether the kernel that was chosen adds the projections' biases. Those of new keys, behind a past
+// without them, are not the same for all keys.
+bool adds_biases(const Plan& plan) {
+  return plan.kernel->adds_biases != nullptr && !plan.resolved.concatenate &&
+         plan.kernel->adds_biases(plan.resolved.problem);
+}
+
+// `bound`: for all smaller problems, too, of which another kernel may be chosen.
+flashonnx_status make_plan(const Params* params, Plan* plan, bool bound = false) {
   if (params == nullptr)
     return make_status(FLASHONNX_INVALID_ARGUMENT, "FlashAttention: params is null");
   if (params->struct_size != static_cast<int64_t>(sizeof(Params))) {
@@ -139,11 +150,24 @@ flashonnx_status make_plan(const Params* params, Plan* plan) {
                        static_cast<long long>(params->struct_size));
   }
   FLASHONNX_RETURN_IF_ERROR(validate(*params));
-  resolve(*params, &plan->resolved);
+  plan->given = *params;
+  resolve(plan->given, &plan->resolved);
+  FLASHONNX_RETURN_IF_ERROR(select(plan->resolved.problem, &plan->kernel));
+  if (!has_projection_bias(*params) || (!bound && adds_biases(*plan))) return ok();
+  plan->given = with_sums(*params, &plan->sums);
+  plan->resolved = {};
+  resolve(plan->given, &plan->resolved);
   return select(plan->resolved.problem, &plan->kernel);
 }
 
-flashonnx_status execute(const Params& params, Plan& plan, char* workspace, void* stream) {
+flashonnx_status execute(const Params& given, Plan& plan, char* workspace, void* stream) {
+  const Params& params = plan.given;
+  if (plan.sums.bytes > 0) {
+    FLASHONNX_RETURN_IF_ERROR(add_biases(given, plan.sums, workspace, &plan.given, stream));
+    plan.resolved = {};
+    resolve(plan.given, &plan.resolved);  // the sums have data now
+    workspace += plan.sums.bytes;
+  }
   FLASHONNX_RETURN_IF_ERROR(prepare(params, &plan.resolved, workspace, stream));
   const Params& p = plan.resolved.problem;
   if (p.batch == 0 || p.q_length == 0 || (present(p.cu_seqlens_q) && p.q_tokens == 0)) return ok();
@@ -248,14 +272,15 @@ flashonnx_status flashonnx_attention_workspace(const flashonnx_attention_params*
   Plan plan;
   FLASHONNX_RETURN_IF_ERROR(make_plan(params, &plan));
   const Params& p = plan.resolved.problem;
-  *bytes = plan.resolved.bytes + (plan.kernel->workspace ? plan.kernel->workspace(p) : 0);
+  *bytes = plan.sums.bytes + plan.resolved.bytes +
+           (plan.kernel->workspace ? plan.kernel->workspace(p) : 0);
   return ok();
 }
 
 flashonnx_status flashonnx_attention_workspace_bound(const flashonnx_attention_params* maxima,
                                                      int64_t* bytes) {
   Plan plan;
-  FLASHONNX_RETURN_IF_ERROR(make_plan(maxima, &plan));
+  FLASHONNX_RETURN_IF_ERROR(make_plan(maxima, &plan, true));
   // A smaller problem may select another kernel, so every kernel of the device counts.
   int64_t most = 0;
   for (const Kernel* kernel = kernels(); kernel->name != nullptr; ++kernel) {
@@ -263,7 +288,7 @@ flashonnx_status flashonnx_attention_workspace_bound(const flashonnx_attention_p
       most = std::max(most, kernel->workspace_bound(plan.resolved.problem));
     }
   }
-  *bytes = plan.resolved.bytes + most;
+  *bytes = plan.sums.bytes + plan.resolved.bytes + most;
   return ok();
 }
 

@@ -62,6 +62,9 @@ struct Kernel {
   // Why a problem within the limits above is left to a later row, or null; the function may be
   // null.
   const char* (*refusal)(const Params&) = nullptr;
+  // Whether it sees to q_bias, k_bias and v_bias; they have been added before where it does not, or
+  // where the function is null.
+  bool (*adds_biases)(const Params&) = nullptr;
 };
 
 // The table, null-terminated by a row without a name.
@@ -92,6 +95,7 @@ flashonnx_status launch(const Params& params, void* workspace, void* stream);
 int64_t workspace(const Params& params);
 int64_t workspace_bound(const Params& maxima);
 const char* refusal(const Params& params);
+bool adds_biases(const Params& params);
 }  // namespace sm90
 
 namespace tf32 {

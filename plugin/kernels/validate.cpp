@@ -61,6 +61,9 @@ flashonnx_status check_tensors(const Params& p) {
   FLASHONNX_RETURN_IF_ERROR(check_tensor("present_key", p.present_k, kOptional, same, name, true));
   FLASHONNX_RETURN_IF_ERROR(
       check_tensor("present_value", p.present_v, kOptional, same, name, true));
+  FLASHONNX_RETURN_IF_ERROR(check_tensor("q_bias", p.q_bias, kOptional, same, name, true));
+  FLASHONNX_RETURN_IF_ERROR(check_tensor("k_bias", p.k_bias, kOptional, same, name, true));
+  FLASHONNX_RETURN_IF_ERROR(check_tensor("v_bias", p.v_bias, kOptional, same, name, true));
   FLASHONNX_RETURN_IF_ERROR(
       check_tensor("lse", p.lse, kOptional, bit(FLASHONNX_FLOAT32), "float32", false));
   FLASHONNX_RETURN_IF_ERROR(
@@ -78,6 +81,13 @@ flashonnx_status check_tensors(const Params& p) {
 flashonnx_status check_combinations(const Params& p) {
   FLASHONNX_RETURN_IF_ERROR(check_pair("past_key", p.past_k, "past_value", p.past_v));
   FLASHONNX_RETURN_IF_ERROR(check_pair("present_key", p.present_k, "present_value", p.present_v));
+  for (const flashonnx_tensor* bias : {&p.q_bias, &p.k_bias, &p.v_bias}) {
+    if (present(*bias) && (present(p.cache_k) || present(p.cu_seqlens_q))) {
+      return make_status(FLASHONNX_INVALID_ARGUMENT,
+                         "FlashAttention: biases of projections are expected to be absent with a "
+                         "cache or 'cu_seqlens_q', got one");
+    }
+  }
   const bool has_past = p.past_k.dtype != FLASHONNX_NONE;
   if (!has_past && p.past_length != 0)
     return invalid("past_length", "0 without 'past_key'", p.past_length);
@@ -203,6 +213,9 @@ flashonnx_status validate_data(const Params& p) {
       {"attn_mask", p.mask, p.mask_keys == 0 ? 0 : queries * mask_keys},
       {"nonpad_kv_seqlen", p.key_lengths, p.batch},
       {"sinks", p.sinks, 1},
+      {"q_bias", p.q_bias, queries},
+      {"k_bias", p.k_bias, keys},
+      {"v_bias", p.v_bias, keys},
   };
   for (const auto& [name, tensor, rows] : kTensors)
     FLASHONNX_RETURN_IF_ERROR(check_data(name, tensor, rows));

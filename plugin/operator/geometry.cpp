@@ -137,6 +137,22 @@ flashonnx_status describe_packed(const Attributes& a, const InputShapes& in, Par
   return ok();
 }
 
+// Packed as the projections are, or one behind the other.
+flashonnx_status describe_bias(Layout layout, const Shape& bias, Sizes sizes, Params* p,
+                               PackedOffsets* packed) {
+  const int64_t q = p->q_heads * p->head_dim, k = p->kv_heads * p->head_dim;
+  FLASHONNX_RETURN_IF_ERROR(
+      check_vector("bias", "size", bias, q + k + p->kv_heads * p->value_dim, sizes));
+  const bool separate = layout == Layout::kSeparate;
+  packed->k_bias = separate ? q : packed->k;
+  packed->v_bias = separate ? q + k : packed->v;
+  const int64_t dim = layout == Layout::kH3d ? 3 * p->head_dim : p->head_dim;
+  set_strides(&p->q_bias, {0, dim, 0, 1});
+  set_strides(&p->k_bias, {0, dim, 0, 1});
+  set_strides(&p->v_bias, {0, separate ? p->value_dim : dim, 0, 1});
+  return ok();
+}
+
 flashonnx_status check_past(const char* name, const Shape& shape, const Params& p, int64_t dim,
                             int64_t length, Sizes sizes) {
   if (shape.rank != 4) return invalid_rank(name, "4 dimensions", shape.rank);
@@ -194,6 +210,7 @@ flashonnx_status describe(const Attributes& attributes, const InputShapes& in, S
   const bool separate = attributes.layout == Layout::kSeparate;
   FLASHONNX_RETURN_IF_ERROR(separate ? describe_separate(attributes, in, sizes, p)
                                      : describe_packed(attributes, in, p, packed));
+  FLASHONNX_RETURN_IF_ERROR(describe_bias(attributes.layout, in.bias, sizes, p, packed));
   FLASHONNX_RETURN_IF_ERROR(describe_past(in, sizes, p));
   if (in.mask.present) {
     FLASHONNX_RETURN_IF_ERROR(describe_mask(in.mask, p->past_length + p->kv_length, sizes, p));

@@ -19,13 +19,16 @@ struct Shape {
 
 // The node's inputs, in their order.
 struct InputShapes {
-  Shape q, k, v, mask, past_key, past_value, lengths, sinks;
+  Shape q, k, v, mask, past_key, past_value, lengths, sinks, bias;
 };
 
 // Where the projections begin in Q's memory, in elements; 0 where K and V are inputs of their own.
+// Their biases are in one input always.
 struct PackedOffsets {
   int64_t k = 0;
   int64_t v = 0;
+  int64_t k_bias = 0;
+  int64_t v_bias = 0;
 };
 
 struct OutputShapes {

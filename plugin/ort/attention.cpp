@@ -7,13 +7,13 @@
 namespace flashonnx::ort {
 namespace {
 
-enum Input { kQ, kK, kV, kMask, kPastKey, kPastValue, kLengths, kSinks };
+enum Input { kQ, kK, kV, kMask, kPastKey, kPastValue, kLengths, kSinks, kBias };
 enum Output { kY, kPresentKey, kPresentValue, kLse };
 
-constexpr Port kInputs[] = {{Port::kElement, true},  {Port::kElement, false},
-                            {Port::kElement, false}, {Port::kAny, false},
-                            {Port::kElement, false}, {Port::kElement, false},
-                            {Port::kInt64, false},   {Port::kFloat, false}};
+constexpr Port kInputs[] = {
+    {Port::kElement, true}, {Port::kElement, false}, {Port::kElement, false},
+    {Port::kAny, false},    {Port::kElement, false}, {Port::kElement, false},
+    {Port::kInt64, false},  {Port::kFloat, false},   {Port::kElement, false}};
 constexpr Port kOutputs[] = {{Port::kElement, true},
                              {Port::kElement, false},
                              {Port::kElement, false},
@@ -24,7 +24,7 @@ OrtStatus* run(const Kernel& kernel, OrtKernelContext* context) {
   FLASHONNX_ORT_RETURN_IF_ERROR(run.read());
   const InputShapes shapes = {run.shape(kQ),       run.shape(kK),       run.shape(kV),
                               run.shape(kMask),    run.shape(kPastKey), run.shape(kPastValue),
-                              run.shape(kLengths), run.shape(kSinks)};
+                              run.shape(kLengths), run.shape(kSinks),   run.shape(kBias)};
   flashonnx_attention_params& p = run.params();
   PackedOffsets packed;
   OutputShapes out;
@@ -42,6 +42,9 @@ OrtStatus* run(const Kernel& kernel, OrtKernelContext* context) {
   run.bind(kPastValue, &p.past_v);
   run.bind(kLengths, &p.key_lengths);
   run.bind(kSinks, &p.sinks);
+  run.bind(kBias, &p.q_bias);
+  run.bind(kBias, &p.k_bias, packed.k_bias);
+  run.bind(kBias, &p.v_bias, packed.v_bias);
   FLASHONNX_ORT_RETURN_IF_ERROR(run.bind_output(kY, out.y, kernel.dtype, &p.o));
   FLASHONNX_ORT_RETURN_IF_ERROR(
       run.bind_output(kPresentKey, out.present_key, kernel.dtype, &p.present_k));

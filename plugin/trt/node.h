@@ -67,7 +67,7 @@ struct Operator {
 extern const Operator kAttention, kCache, kVarlen;
 
 namespace attention {
-enum Input { kQ, kK, kV, kMask, kPastKey, kPastValue, kLengths, kSinks };
+enum Input { kQ, kK, kV, kMask, kPastKey, kPastValue, kLengths, kSinks, kBias };
 enum Output { kY, kPresentKey, kPresentValue, kLse };
 }  // namespace attention
 

@@ -63,7 +63,8 @@ constexpr Port kInputs[] = {{"Q", Type::kQ, &Params::q},
                             {"past_key", Type::kSame, &Params::past_k},
                             {"past_value", Type::kSame, &Params::past_v},
                             {"nonpad_kv_seqlen", Type::kInteger, &Params::key_lengths},
-                            {"sinks", Type::kFloat, &Params::sinks}};
+                            {"sinks", Type::kFloat, &Params::sinks},
+                            {"bias", Type::kSame, &Params::q_bias}};
 constexpr Port kOutputs[] = {{"Y", Type::kSame, &Params::o},
                              {"present_key", Type::kSame, &Params::present_k},
                              {"present_value", Type::kSame, &Params::present_v},
@@ -92,9 +93,11 @@ flashonnx_status fill_params(const Node& node, const InputTensors& in, const Out
   OutputShapes unused;
   const InputShapes shapes = {in[kQ].shape,       in[kK].shape,       in[kV].shape,
                               in[kMask].shape,    in[kPastKey].shape, in[kPastValue].shape,
-                              in[kLengths].shape, in[kSinks].shape};
+                              in[kLengths].shape, in[kSinks].shape,   in[kBias].shape};
   FLASHONNX_RETURN_IF_ERROR(describe(node.attributes, shapes, sizes, params, &packed, &unused));
   bind_all(kInputs, in, kOutputs, out, params);
+  bind(in[kBias], &params->k_bias, packed.k_bias);
+  bind(in[kBias], &params->v_bias, packed.v_bias);
   if (node.attributes.layout != Layout::kSeparate) bind_packed(in[kQ], packed, params);
   return ok();
 }

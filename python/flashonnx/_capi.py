@@ -101,6 +101,7 @@ class Params(ctypes.Structure):
         *((name, c_int64) for name in ("num_pages", "rotary_length", "q_tokens", "kv_tokens")),
         ("parallel_for", ParallelFor),
         ("parallel_context", c_void_p),
+        *((name, Tensor) for name in ("q_bias", "k_bias", "v_bias")),
     )
 
 
@@ -203,6 +204,9 @@ def attention_params(
     present_v: Any = None,
     key_lengths: Any = None,
     sinks: Any = None,
+    q_bias: Any = None,
+    k_bias: Any = None,
+    v_bias: Any = None,
     is_causal: bool = False,
     scale: float | None = None,
     softcap: float = 0.0,
@@ -228,6 +232,9 @@ def attention_params(
         present_v: (B, Hkv, P + Skv, Dv), written.
         key_lengths: (B,) int32 or int64.
         sinks: (Hq,) float32.
+        q_bias: (Hq, D), added to every row of q.
+        k_bias: (Hkv, D), likewise.
+        v_bias: (Hkv, Dv), likewise.
         is_causal: as in `flashonnx.reference.attention`, like the rest.
         scale: default 1 / sqrt(D).
         softcap: 0 means none.
@@ -245,6 +252,9 @@ def attention_params(
     for name, array in views.items():
         if array is not None:
             setattr(params, name, tensor(array))
+    for name, bias in {"q_bias": q_bias, "k_bias": k_bias, "v_bias": v_bias}.items():
+        if bias is not None:
+            setattr(params, name, tensor(bias[None, :, None]))
     if mask is not None:
         params.mask, params.mask_keys = broadcast(mask), mask.shape[-1]
     if past_k is not None:

@@ -27,6 +27,7 @@ def attention(
     past_value: Array | None = None,
     nonpad_kv_seqlen: Array | None = None,
     sinks: Array | None = None,
+    bias: Array | None = None,
     *,
     is_causal: bool | int = False,
     q_num_heads: int | None = None,
@@ -50,6 +51,8 @@ def attention(
         past_value: (B, Hkv, P, Dv).
         nonpad_kv_seqlen: (B,) integers, keys at or past it are masked; clamped to [0, Sk]. Not together with a past.
         sinks: (Hq,), exp(sink) joins the denominator of the softmax.
+        bias: (Hq*D + Hkv*D + Hkv*Dv,), added to each row of q, k and v (not of the past) before anything else, and
+            packed as they are.
         is_causal: query i sees key j only if j <= i + offset; offset is P, nonpad_kv_seqlen[b] - Sq, or 0 with neither.
         q_num_heads: Hq, required for inputs of rank 3.
         kv_num_heads: Hkv, likewise.
@@ -72,9 +75,9 @@ def attention(
     """
     if empty_row not in ("zero", "mean") or (empty_row == "mean" and sinks is not None):
         raise ValueError(f'empty_row must be "zero", or "mean" without sinks, got {empty_row!r}')
-    rank = q.ndim
+    rank, dtype = q.ndim, q.dtype
     problem = prepare(
-        q, k, v, attn_mask, past_key, past_value, nonpad_kv_seqlen,
+        q, k, v, attn_mask, past_key, past_value, nonpad_kv_seqlen, bias,
         is_causal=is_causal, q_num_heads=q_num_heads, kv_num_heads=kv_num_heads, left_window_size=left_window_size,
         right_window_size=right_window_size, qkv_layout=qkv_layout,
     )  # fmt: skip
@@ -110,7 +113,7 @@ def attention(
     if rank != 4:
         y = y.transpose((2, 0, 1, 3) if qkv_layout == "time_major" else (0, 2, 1, 3))
         y = y.reshape(*y.shape[:2], q_heads * y.shape[3])
-    return y, k, v, lse
+    return y, k.astype(dtype), v.astype(dtype), lse
 
 
 class Problem(NamedTuple):
@@ -132,6 +135,7 @@ def prepare(
     past_key: Array | None,
     past_value: Array | None,
     nonpad_kv_seqlen: Array | None,
+    bias: Array | None = None,
     *,
     is_causal: bool | int,
     q_num_heads: int | None,
@@ -142,6 +146,9 @@ def prepare(
 ) -> Problem:
     """Resolves layout, past and masks: everything of `attention` that is not arithmetic."""
     q, k, v = split(q, k, v, q_num_heads, kv_num_heads, qkv_layout)
+    if bias is not None:
+        parts = split_bias(bias.astype(np.float64), q, k, v, qkv_layout)
+        q, k, v = (x + part[:, None] for x, part in zip((q, k, v), parts, strict=True))
     if past_key is not None and past_value is not None:
         if nonpad_kv_seqlen is not None:
             raise ValueError("past_key and nonpad_kv_seqlen exclude each other")
@@ -164,11 +171,11 @@ def prepare(
         seen = seen & (key >= position - left_window_size)
     if right_window_size >= 0:
         seen = seen & (key <= position + right_window_size)
-    bias = np.zeros(1)
+    added = np.zeros(1)
     if attn_mask is not None:
-        bias = additive_mask(attn_mask, kv_length)
-        seen = seen & ~np.isneginf(bias)
-    return Problem(q, k, v, seen, bias, lengths)
+        added = additive_mask(attn_mask, kv_length)
+        seen = seen & ~np.isneginf(added)
+    return Problem(q, k, v, seen, added, lengths)
 
 
 def split(
@@ -184,6 +191,17 @@ def split(
     if q.ndim != 3 or not q_heads or not kv_heads:
         raise ValueError(f"Q must have rank 4, or rank 3 and head counts, got rank {q.ndim}")
     return _heads(q, q_heads), _heads(k, kv_heads), _heads(v, kv_heads)
+
+
+def split_bias(bias: Array, q: Array, k: Array, v: Array, layout: str) -> tuple[Array, Array, Array]:
+    """The bias of (B, heads, S, D) views, as (heads, D) each."""
+    if layout != "separate":
+        parts = _unpack(bias[None, None], q.shape[1], k.shape[1], layout)
+        return parts[0][0, :, 0], parts[1][0, :, 0], parts[2][0, :, 0]
+    shapes = [(x.shape[1], x.shape[3]) for x in (q, k, v)]
+    end_q = math.prod(shapes[0])
+    end_k = end_q + math.prod(shapes[1])
+    return bias[:end_q].reshape(shapes[0]), bias[end_q:end_k].reshape(shapes[1]), bias[end_k:].reshape(shapes[2])
 
 
 def _heads(x: Array, heads: int) -> Array:

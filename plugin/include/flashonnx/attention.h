@@ -169,6 +169,13 @@ typedef struct flashonnx_attention_params {
   // -- CPU only; absent: the library's own threads
   flashonnx_parallel_for parallel_for;
   void* parallel_context;
+
+  // -- biases of the projections that made Q, K and V, of Q's type: added to every row of q, k and
+  // v (not of the past) before anything else, rounded to the type where a kernel adds them to rows.
+  // No cache, no ragged batch.
+  flashonnx_tensor q_bias;  // optional (Hq, D): stride {unused, head, unused, 1}
+  flashonnx_tensor k_bias;  // optional (Hkv, D)
+  flashonnx_tensor v_bias;  // optional (Hkv, Dv)
 } flashonnx_attention_params;
 
 FLASHONNX_API const char* flashonnx_version(void);

@@ -32,6 +32,8 @@ Problem problem_of(const Params& params) {
     p.sinks = static_cast<const float*>(params.sinks.data);
     p.sinks_stride = params.sinks.stride[0];
   }
+  p.q_bias = {params.q_bias.data, params.q_bias.stride[1]};
+  p.v_bias = {params.v_bias.data, params.v_bias.stride[1]};
   p.batch_heads = params.batch * params.q_heads;
   p.q_heads = params.q_heads;
   p.group = params.q_heads / params.kv_heads;

@@ -12,6 +12,11 @@ struct View {  // strides in elements; features are contiguous
   int64_t batch, head, row;
 };
 
+struct ProjectionBias {  // of Q's type, features side by side
+  const void* data;
+  int64_t head;  // stride in elements
+};
+
 struct Problem {
   View q, k, v, o;
   View lse;          // data null: not wanted
@@ -40,6 +45,8 @@ struct Problem {
 
   Ragged ragged;  // where there is one, the batch strides of what it speaks of say nothing
   Pages pages;
+
+  ProjectionBias q_bias, v_bias;  // of kernels that see to them
 };
 
 // Kernels count positions in 32 bits: q_length + kv_length of a problem may not exceed this.

@@ -2,6 +2,7 @@
 // scores, online softmax, weighted sum.
 #pragma once
 
+#include "add_bias.h"
 #include "direct.h"
 #include "packed.h"
 #include "rotary.h"

@@ -19,20 +19,21 @@ using RunTask = void (*)(const Params&, const Plan&, int64_t, float*);
 struct Functions {
   RunTask run_task;
   Rotate rotate;
+  AddRow add_row;
 };
 
 Functions best_functions() {
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-    return {avx512::run_task, avx512::rotate};
+    return {avx512::run_task, avx512::rotate, avx512::add_row};
   }
   // F16C, which Clang cannot ask for, came before AVX2.
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-    return {avx2::run_task, avx2::rotate};
+    return {avx2::run_task, avx2::rotate, avx2::add_row};
   }
 #endif
-  return {generic::run_task, generic::rotate};
+  return {generic::run_task, generic::rotate, generic::add_row};
 }
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -131,6 +132,7 @@ constexpr double kProductsPerThread = 1e6;
 }  // namespace
 
 Rotate best_rotate() { return best_functions().rotate; }
+AddRow best_add_row() { return best_functions().add_row; }
 
 int64_t workspace(const Params& params) {
   return worker_count(params) * make_plan(params).scratch * static_cast<int64_t>(sizeof(float));

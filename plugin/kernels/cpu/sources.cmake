@@ -1,6 +1,7 @@
 # The CPU kernel: one algorithm compiled once per instruction set, chosen at run time in launch.cpp.
 # Paths are relative to plugin/; the flags below belong to the instruction-set files alone.
 set(FLASHONNX_CPU_SOURCES
+  kernels/cpu/add_bias.cpp
   kernels/cpu/launch.cpp
   kernels/cpu/prepare.cpp
   kernels/cpu/kernel_generic.cpp)

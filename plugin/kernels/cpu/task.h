@@ -51,18 +51,25 @@ struct Rotation {
 using Rotate = void (*)(const Rotation&);
 Rotate best_rotate();
 
+// sum = row + bias, `count` elements of each.
+using AddRow = void (*)(int32_t dtype, const void* row, const void* bias, int64_t count, void* sum);
+AddRow best_add_row();
+
 namespace generic {
 void rotate(const Rotation& job);
+void add_row(int32_t dtype, const void* row, const void* bias, int64_t count, void* sum);
 void run_task(const flashonnx_attention_params& params, const Plan& plan, int64_t task,
               float* scratch);
 }  // namespace generic
 namespace avx2 {
 void rotate(const Rotation& job);
+void add_row(int32_t dtype, const void* row, const void* bias, int64_t count, void* sum);
 void run_task(const flashonnx_attention_params& params, const Plan& plan, int64_t task,
               float* scratch);
 }  // namespace avx2
 namespace avx512 {
 void rotate(const Rotation& job);
+void add_row(int32_t dtype, const void* row, const void* bias, int64_t count, void* sum);
 void run_task(const flashonnx_attention_params& params, const Plan& plan, int64_t task,
               float* scratch);
 }  // namespace avx512

@@ -6,5 +6,6 @@ set(FLASHONNX_SIMT_SOURCES
   kernels/simt/bits16.cu
   kernels/simt/gathered_float32.cu
   kernels/simt/gathered_bits16.cu
+  kernels/simt/add_bias.cu
   kernels/simt/combine.cu
   kernels/simt/concat.cu)

@@ -77,6 +77,10 @@ __device__ __forceinline__ void prefetch(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+__device__ __forceinline__ void prefetch_line(const void* data) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(data));
+}
+
 // Copies the box at these coordinates of a tensor (feature, row, head, batch). Elements outside the
 // tensor become zeros.
 __device__ __forceinline__ void copy_box(uint32_t shared, const CUtensorMap* map, uint32_t barrier,
@@ -128,6 +132,21 @@ __device__ __forceinline__ void load_matrices(uint32_t (&x)[4], uint32_t shared)
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                : "r"(shared));
+}
+
+// 16 bytes of shared memory.
+__device__ __forceinline__ uint4 load_chunk(uint32_t shared) {
+  uint4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(shared)
+               : "memory");
+  return x;
+}
+__device__ __forceinline__ void store_chunk(uint32_t shared, uint4 x) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(x.x), "r"(x.y),
+               "r"(x.z), "r"(x.w)
+               : "memory");
 }
 
 // Named barriers: 0 is __syncthreads.

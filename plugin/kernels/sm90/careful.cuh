@@ -6,6 +6,7 @@
 #pragma once
 
 #include "kernels/common/finish.cuh"
+#include "kernels/sm90/projection.cuh"
 #include "kernels/sm90/schedule.h"
 #include "kernels/sm90/softmax.cuh"
 
@@ -45,6 +46,7 @@ __device__ __forceinline__ void attend_row(const Problem& p, const Plan& plan, c
   load_row<T, C>(static_cast<const T*>(p.q.data) + work.batch * p.q.batch + work.head * p.q.head +
                      (sequence.first_query + query) * p.q.row,
                  p.head_dim, lane, q);
+  if constexpr (C::kBiased) add_query_bias<T, C>(p, work.head, lane, q);
   const T* const k = static_cast<const T*>(p.k.data) + work.batch * p.k.batch +
                      work.kv_head * p.k.head + sequence.first_key * p.k.row;
   const T* const v = static_cast<const T*>(p.v.data) + work.batch * p.v.batch +
@@ -80,6 +82,7 @@ __device__ __forceinline__ void attend_row(const Problem& p, const Plan& plan, c
 #pragma unroll
     for (int i = 0; i < C::kDim / 32; ++i) output[i] = fmaf(output[i], keep, weight * row[i]);
   }
+  if constexpr (C::kBiased) add_value_bias<T, C>(p, work.kv_head, lane, sum, output);
 }
 
 // The mean of V over the keys below the length: what a row without keys becomes if asked for.
@@ -100,6 +103,8 @@ __device__ __forceinline__ void mean_of_values(const Problem& p, const Work& wor
   }
 #pragma unroll
   for (int i = 0; i < C::kDim / 32; ++i) output[i] = __fdividef(output[i], max(length, 1));
+  if constexpr (C::kBiased)
+    if (length > 0) add_value_bias<T, C>(p, work.kv_head, lane, 1.f, output);
 }
 
 __device__ __forceinline__ void store_lse(const Problem& p, const Work& work, int query, float x) {

@@ -35,6 +35,7 @@ struct Tiling {
   static constexpr bool kPackedMasks = kMasks_ == Masks::kPacked;
   static constexpr bool kMarks = kMasks_ != Masks::kNone;  // may skip tiles of keys
   static constexpr bool kGathered = false;
+  static constexpr bool kBiased = false;
 
   // Registers of a thread: 65536 for all. Softmax and output live in the consumers'.
   static constexpr int kProducerRegisters = kGroups == 2 ? 40 : 32;
@@ -114,6 +115,13 @@ using General96 = Tiling<96, 2, 128, 2, 2, true, Masks::kGeneral>;    //        
 using General128 = Tiling<128, 2, 128, 2, 1, true, Masks::kGeneral>;  //        128      225 KB
 using General192 = Tiling<192, 2, 64, 2, 1, false, Masks::kGeneral>;  //        128      177 KB
 using General256 = Tiling<256, 2, 64, 2, 1, false, Masks::kGeneral>;  //        128      225 KB
+
+// A tiling for projections that still lack their biases: of kernels for it others pay nothing,
+// where a branch that they pass by costs them up to a microsecond when code comes cold.
+template <class C>
+struct Biased : C {
+  static constexpr bool kBiased = true;
+};
 
 // A tiling for ragged batches and pages, which have kernels of their own: dense ones pay nothing.
 template <class C>

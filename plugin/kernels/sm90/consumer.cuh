@@ -251,8 +251,7 @@ class Consumer {
   // Writes the warp's rows of the output. Where several tiles of queries have their places, the
   // rows leave from where their queries were, and that place is free when they have left.
   __device__ __forceinline__ void finish_item(const Item& item, int stage,
-                                              const float (&output)[C::kOutputs],
-                                              const RowState& state) {
+                                              float (&output)[C::kOutputs], const RowState& state) {
     const Lane lane = lane_here();
     bool may_be_masked = p_.mask.data || p_.left >= 0 || p_.right >= 0;
     if (C::kGathered && p_.pages.table) may_be_masked = true;

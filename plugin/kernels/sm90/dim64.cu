@@ -22,6 +22,12 @@ bool prefers_short_tiles(const Params& params) {
 }  // namespace
 
 flashonnx_status launch_64(const Params& params, void* workspace, cudaStream_t stream) {
+  if (params.q_bias.dtype != FLASHONNX_NONE) {
+    const Plan plan = plan_of(params);
+    return prefers_short_tiles(params)
+               ? launch_tiling<Biased<Short64>>(params, plan, PackedMask(), stream)
+               : launch_tiling<Biased<Tiling64>>(params, plan, PackedMask(), stream);
+  }
   return prefers_short_tiles(params)
              ? launch_one_of<Short64, MaskedShort64, General64>(params, workspace, stream)
              : launch_one_of<Tiling64, Masked64, General64>(params, workspace, stream);

@@ -135,20 +135,22 @@ __device__ __forceinline__ void store_means(const Problem& p, const Work& work, 
 template <class T, class C>
 __device__ __forceinline__ bool finish(const Problem& p, const Plan& plan, const CUtensorMap& map,
                                        const Lane& lane, const ItemOf<C>& item, uint32_t rows,
-                                       const RowState& state, const float (&output)[C::kOutputs]) {
+                                       const RowState& state, float (&output)[C::kOutputs]) {
   const Work& work = item.work;
   uint32_t empty[2];
-  float scale[2];
+  float scale[2], sums[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int query = work.first_query + lane.first_row() + 8 * h;
     const float summed = !C::kOnes || p.lse.data ? quad_sum(state.sum[h]) : 0.f;
     const float sum = C::kOnes ? output[C::kValueDim / 2 + 2 * h] : summed;
+    sums[h] = sum;
     scale[h] = normaliser(p, work.head, state.maximum[h], sum);
     if (lane.quad == 0 && query < queries_of<C>(p, item))
       store_lse(p, work, token_of<C>(item) + query, natural_lse(p, state.maximum[h], summed));
     empty[h] = __ballot_sync(0xffffffffu, sum == 0.f);
   }
+  if constexpr (C::kBiased) add_value_bias<T, C>(p, work.kv_head, lane.quad, sums, output);
   const bool means = p.empty_row_mean && (empty[0] | empty[1]) != 0;
   if (plan.o_vectors && !means) {
     if constexpr (C::kQueryStages == 1) {

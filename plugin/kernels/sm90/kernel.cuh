@@ -24,6 +24,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const Shared<C> shared(memory);
   const bool marked = C::kPackedMasks || (C::kGeneral && plan.mask_per_key);
   if (threadIdx.x == 0) shared.init_barriers(marked);
+  if constexpr (C::kBiased)
+    if (threadIdx.x == 0) shared.init_landed_barriers();
   if constexpr (C::kOnes) shared.fill_ones(pack<T>(1.f, 1.f));
   if constexpr (C::kBiasProduct) shared.fill_bias_operands(!plan.mask_per_key);
   if constexpr (C::kMarks) {
@@ -41,6 +43,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     } else if (marked && threadIdx.x / 32 == 2) {
       if constexpr (C::kMarks) find_tiles<C>(p, plan, schedule, packed, shared);
     }
+    if constexpr (C::kBiased)
+      if (threadIdx.x / 32 == 1 || threadIdx.x / 32 == 2) add_query_biases<T, C>(p, shared);
     if (threadIdx.x / 32 == 3) store_empty_tiles<T, C>(p, schedule);
   } else {
     take_registers<C::kConsumerRegisters>();

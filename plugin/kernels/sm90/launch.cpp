@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "kernels/common/status.h"
 #include "kernels/sm90/gathering.h"
 #include "kernels/sm90/packed_mask.h"
 #include "kernels/sm90/tensor_map.h"
@@ -52,6 +53,18 @@ const char* refusal(const Params& params) {
   return sm80::refusal(params);
 }
 
+// Without a mask, at head size 64. Of K's there is nothing left to do, as softmax does not see what
+// is added to all scores of a row; lse and sinks do.
+bool adds_biases(const Params& params) {
+  const auto fits = [](const flashonnx_tensor& bias, int64_t heads) {
+    return is_present(bias) && (heads == 1 || bias.stride[1] % 8 == 0);
+  };
+  return !is_gathered(params) && !is_present(params.mask) && !is_present(params.lse) &&
+         !is_present(params.sinks) && !plan_of(params).all_tiles && params.kv_length > 0 &&
+         params.value_dim == 64 && params.head_dim <= 64 && params.head_dim % 8 == 0 &&
+         fits(params.q_bias, params.q_heads) && fits(params.v_bias, params.kv_heads);
+}
+
 Gathering gathering_of(const Params& params, int keys, Problem* p, Plan* plan) {
   const bool ragged = is_present(params.cu_seqlens_q), paged = is_present(params.block_table);
   Gathering gathering = {};
@@ -93,6 +106,13 @@ flashonnx_status launch(const Params& params, void* workspace, void* stream) {
   const auto aligned = [](const flashonnx_tensor& tensor) {
     return reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0;
   };
+  if ((is_present(params.q_bias) || is_present(params.v_bias)) &&
+      !(aligned(params.q) && aligned(params.k) && aligned(params.v) && aligned(params.q_bias) &&
+        aligned(params.v_bias))) {
+    return make_status(FLASHONNX_INVALID_ARGUMENT,
+                       "FlashAttention: Q, K, V and their biases are expected at multiples of 16 "
+                       "bytes where there are biases, got another address");
+  }
   // Selection does not look at data pointers, and without keys there may be none.
   if (!aligned(params.q) || !aligned(params.k) || !aligned(params.v) || params.kv_length == 0 ||
       (!aligned(params.mask) && params.mask.stride[2] != 0))

@@ -69,7 +69,8 @@ __device__ __forceinline__ void produce(const Problem& p, const Plan& plan,
         item->marks.biased[i] = marks->biased[i];
       }
     }
-    const uint32_t full = shared.q_full(queries.stage);
+    const uint32_t full =
+        C::kBiased ? shared.q_landed(queries.stage) : shared.q_full(queries.stage);
     if (work.batch >= 0) {
       copy_tile<C, C::kQueries, C::kBoxes>(shared.q(queries.stage), &maps.q, full, work.first_query,
                                            work.head, work.batch);

@@ -89,6 +89,16 @@ struct Shared {
   __device__ __forceinline__ uint32_t found_free(int place) const {
     return v_free(C::kStages + place);
   }
+  // In place of the last ones where queries get a bias before they are handed on: there is no mask.
+  __device__ __forceinline__ uint32_t q_landed(int stage) const {
+    static_assert(C::kQueryStages <= 4);
+    return barrier(2 * C::kQueryStages + 4 * C::kStages + stage);
+  }
+  // After all others.
+  __device__ __forceinline__ void init_landed_barriers() const {
+    for (int stage = 0; stage < C::kQueryStages; ++stage) barrier_init(q_landed(stage), 1);
+    fence_barrier_init();
+  }
   // By one thread, before any other uses them. Consumers let go of Q by thread, as all read what is
   // to be done with it, and of K and V by warp. `marked`: a warp finds tiles for the producer.
   __device__ __forceinline__ void init_barriers(bool marked) const {

@@ -28,7 +28,7 @@ GPUS = {
 }
 SHOWN = (80, 86, 89, 90, 120)
 _LENGTH = 1024
-_INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen", "sinks")
+_INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen", "sinks", "bias")
 _OUTPUTS = ("Y", "present_key", "present_value", "lse")
 
 
@@ -64,7 +64,7 @@ class Attention:
             dims = "×".join("?" if dim is None else str(dim) for dim in self.mask[0])
             words.append(f"mask {dims} {self.mask[1]}".rstrip())
         words += [f"softcap {self.attributes['softcap']:g}"] if self.attributes.get("softcap") else []
-        names = {"past_key": "past", "nonpad_kv_seqlen": "lengths", "sinks": "sinks", "lse": "lse"}
+        names = {"past_key": "past", "nonpad_kv_seqlen": "lengths", "sinks": "sinks", "lse": "lse", "bias": "bias"}
         words += [word for name, word in names.items() if name in self.has]
         words += ["mean of empty rows"] if self.attributes.get("empty_row") == "mean" else []
         return _cache.features(self.op, self.has) + words
@@ -124,6 +124,9 @@ class Attention:
             p.key_lengths, p.offset_from_lengths = Tensor(None, (c_int64 * 4)(1, 0, 0, 0), DTYPES["int64"]), 1
         if "sinks" in self.has:
             p.sinks = Tensor(None, (c_int64 * 4)(1, 0, 0, 0), DTYPES["float32"])
+        if "bias" in self.has:
+            for name, dim in (("q_bias", p.head_dim), ("k_bias", p.head_dim), ("v_bias", p.value_dim)):
+                setattr(p, name, Tensor(None, (c_int64 * 4)(0, dim, 0, 1), kind))
         if "lse" in self.has:
             p.lse = _heads(DTYPES["float32"], n["q_heads"], n["queries"], 1)
         p.is_causal, p.softcap = self.is_causal, self.attributes.get("softcap", 0.0)

@@ -4,7 +4,7 @@
 //
 //   g++ -std=c++20 -O1 -fPIC -shared -I plugin/kernels/simt/emulator -I plugin -I plugin/include \
 //       -isystem $CUDA/include -DFLASHONNX_VERSION='"emulated"' \
-//       plugin/kernels/{attention,resolve,validate,validate_cache}.cpp \
+//       plugin/kernels/{attention,projection,resolve,validate,validate_cache}.cpp \
 //       plugin/kernels/common/problem.cpp plugin/kernels/simt/emulator/library.cpp \
 //       -o libflashonnx_emulated.so
 //   FLASHONNX_LIBRARY=libflashonnx_emulated.so pytest tests/test_kernels.py
@@ -18,6 +18,8 @@
 
 #include "kernels/cache/append.cu"
 #include "kernels/cpu/concat.h"
+#include "kernels/projection.h"
+#include "kernels/simt/add_bias.cu"
 #include "kernels/simt/bits16.cu"
 #include "kernels/simt/combine.cu"
 #include "kernels/simt/concat.cu"
@@ -51,6 +53,11 @@ int64_t workspace(const Params& params) { return simt::workspace(on_h200(params)
 flashonnx_status launch(const Params& params, void* workspace, void* stream) {
   const std::lock_guard lock(one_call);
   return simt::launch(on_h200(params), workspace, stream);
+}
+
+void add_bias(const Params&, const BiasedProjection& projection) {
+  const std::lock_guard lock(one_call);
+  (void)add_biases_cuda({projection, {}, {}}, nullptr);
 }
 
 void concat(const Params& params, const flashonnx_tensor& present, const flashonnx_tensor& past,
