@@ -140,7 +140,7 @@ Split split_of(const Params& params, const Shape& shape) {
       16 * units * tiles * shape.dim >= 7 * kMuch * processors) {
     return {whole, 1, 1, processors};
   }
-  if (10 * cluster * units < 8 * slots && rows <= shape.rows &&
+  if (10 * cluster * units < 8 * slots && rows <= shape.rows && units * largest > processors &&
       units * tiles * shape.dim >= kMuch * processors) {
     for (const int64_t blocks : {int64_t{2}, kMaxResident}) {  // on a multiprocessor
       const int64_t fewer = warps_of(shape, params.device.shared_memory, blocks);

@@ -91,21 +91,26 @@ class Loader {
     return d_.block_table && inside(key) ? page_of(key, early) : 0;
   }
 
-  // Those of the first kStages tiles, `step` apart, at once: one after the other they would take as
-  // many latencies.
+  // Those of the first tiles, `step` apart, at once: one after the other they would take as many
+  // latencies.
+  template <int kTiles>
   struct FirstPages {
-    int32_t at[(C::kStages + 1) / 2];  // of two tiles: of the second for lanes from 16 on
+    static constexpr int kPairs = (kTiles + 1) / 2;
+    int32_t at[kPairs];  // of two tiles: of the second for lanes from 16 on
   };
 
-  __device__ __forceinline__ FirstPages first_pages(int tile, int step) const {
-    FirstPages first;
+  template <int kTiles>
+  __device__ __forceinline__ FirstPages<kTiles> first_pages(int tile, int step) const {
+    FirstPages<kTiles> first;
 #pragma unroll
-    for (int j = 0; j < (C::kStages + 1) / 2; ++j)
+    for (int j = 0; j < first.kPairs; ++j)
       first.at[j] = page_of_tile(tile + (2 * j + lane() / C::kKeys) * step, d_.early);
     return first;
   }
 
-  __device__ __forceinline__ int32_t page_of_stage(const FirstPages& first, int stage) const {
+  template <int kTiles>
+  __device__ __forceinline__ int32_t page_of_stage(const FirstPages<kTiles>& first,
+                                                   int stage) const {
     int32_t mine = first.at[0];
 #pragma unroll
     for (int j = 1; j < (C::kStages + 1) / 2; ++j) {
@@ -114,6 +119,41 @@ class Loader {
       mine = stage / 2 == j ? other : mine;
     }
     return __shfl_sync(0xffffffffu, mine, stage % 2 * C::kKeys + lane() % C::kKeys);
+  }
+
+  // Pages of tiles that come a turn of the ring later stand in `pages`, kPageBytes for each stage:
+  // those after the first kStages are put there, later ones come with the copies of the tile before
+  // them, so that no look-up is waited for.
+  __device__ __forceinline__ void keep_pages(const FirstPages<2 * C::kStages>& first,
+                                             uint32_t pages) const {
+    if (!d_.block_table) return;
+#pragma unroll
+    for (int j = C::kStages / 2; j < first.kPairs; ++j) {
+      const int stage = 2 * j + lane() / C::kKeys - C::kStages;
+      const uint32_t to = pages + stage * C::kPageBytes + lane() % C::kKeys * 4;
+      if (stage >= 0) asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(first.at[j]) : "memory");
+    }
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ int32_t kept_page(uint32_t page) const {
+    int32_t kept = 0;
+    if (d_.block_table)
+      asm volatile("ld.shared.b32 %0, [%1];"
+                   : "=r"(kept)
+                   : "r"(page + lane() % C::kKeys * 4)
+                   : "memory");
+    return kept;
+  }
+
+  __device__ __forceinline__ void ask_for_page(int tile, uint32_t page) const {
+    if (!d_.block_table || lane() >= C::kKeys) return;
+    const int key = tile * C::kKeys + lane();
+    const bool there = inside(key);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(page + lane() * 4),
+                 "l"(table_ + (there ? d_.page_size.quotient(key) * d_.table_page : 0)),
+                 "r"(there ? 4 : 0)
+                 : "memory");
   }
 
   // Whether a slot's page is there. Where pages are used, others are masked.

@@ -101,7 +101,7 @@ struct Stream {
         tile(tile),
         left(left),
         loader(p, d, unit.rows.batch, unit.rows.kv_head, unit.keys.begin, unit.keys.end) {
-    const auto pages = loader.first_pages(tile, 1);
+    const auto pages = loader.template first_pages<C::kStages>(tile, 1);
     const int of_unit = unit.last_tile() - tile;
 #pragma unroll 1
     for (int stage = 0; stage < C::kStages; ++stage) {
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(32 * C::kMaxWarps, 1)
         __syncwarp();
         ahead.copy_next(stage);
         stage += C::kStageBytes;
-        if (stage == ring + C::kRingBytes) stage = ring;
+        if (stage == ring + C::kPagesAt) stage = ring;
       }
       there = last - first < C::kStages;
       if (there) wait_copies<0>();
