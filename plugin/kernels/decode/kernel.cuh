@@ -55,8 +55,11 @@ __device__ __forceinline__ void walk(const Block<T, C>& block, const Shared<C>& 
 #pragma unroll 1
   for (int stage = 0; stage < C::kStages; ++stage) {
     const int32_t page_of_stage = loader.page_of_stage(first_pages, stage);
-    if (ahead < block.last_tile)
-      missing |= !loader.copy(p, ahead, page_of_stage, ring + stage * C::kStageBytes);
+    if (ahead < block.last_tile) {
+      const auto place = loader.place_of(ahead, page_of_stage);
+      missing |= place.missing;
+      loader.copy(p, place, ring + stage * C::kStageBytes);
+    }
     commit_copies();
     ahead += step;
   }
@@ -76,10 +79,14 @@ __device__ __forceinline__ void walk(const Block<T, C>& block, const Shared<C>& 
     wait_copies<C::kStages - 1>();
     __syncwarp();
     const int32_t page = loader.kept_page(kept);
+    typename Loader<T, C>::Place place;
     attend_tile<T, C, kCareful>(p, d, lane, at, block.rows, block.keys, tile, stage, missing, q,
-                                state);
+                                state, [&] { place = loader.place_of(ahead, page); });
     __syncwarp();
-    if (ahead < block.last_tile) missing |= !loader.copy(p, ahead, page, stage);
+    if (ahead < block.last_tile) {
+      missing |= place.missing;
+      loader.copy(p, place, stage);
+    }
     ahead += step;
     const int later = ahead + (C::kStages - 1) * step;
     if (later < block.last_tile) loader.ask_for_page(later, kept);
@@ -106,6 +113,7 @@ __global__ void __launch_bounds__(32 * C::kMaxWarps, 1)
     attend(const __grid_constant__ Problem p, const __grid_constant__ Decode d) {
   unsigned char* const memory = sm80::shared_memory();
   // What does not read memory is done before: see Grid::overlap.
+  prefetch_pages(p, d, work_of(d, sm80::block_index()).batch);
   if (!d.early && (p.key_lengths || d.first_queries || d.first_keys)) wait_for_predecessor();
   const Block<T, C> block(p, d);
   if (block.rows.count <= 0) return;  // the whole cluster, which has waited

@@ -262,7 +262,7 @@ flashonnx_status launch_grid(const Params& params, const Params* given, void* wo
     d.early = 1;
     d.added = present(given->k) ? static_cast<int32_t>(given->q_length) : 0;
   }
-  d.page_size = Divider(1), d.pages = 1;
+  d.page_size = Divider(2 * kMostPositions), d.pages = 1;
   const int64_t unit = place_unit(params);
   d.unit_bytes = static_cast<uint32_t>(unit * 2);
   d.k_row_units = static_cast<uint32_t>(params.k.stride[2] / unit);
