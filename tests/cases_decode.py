@@ -84,6 +84,10 @@ _CACHES = typed_caches(
     *(CacheCase(f"decode-missing-{n}", page_size=n, missing=((0, 1), (2, 0)), **_PAGED) for n in (8, 16, 128)),
     *(CacheCase(f"decode-ragged-{n}", page_size=n, ragged=(1, 4, 0, 2), slack=(1, 2), **_PAGED) for n in (0, 16, 4)),
     CacheCase("decode-ragged-cut", page_size=16, ragged=(9, 1, 3, 2), max_q_length=4, **_PAGED),
+    # So many tiles a warp that pages are looked up a turn of its ring ahead.
+    *(CacheCase(f"decode-pages-{n}-long-d{d}", page_size=n, **(_PAGED | {"heads": (4, 1), "lengths": (7777, 3000),
+                "capacity": 8016, "head_dim": d, "missing": missing}))
+      for n, d, missing in ((1, 64, ()), (16, 128, ((0, 77), (1, 150))), (48, 256, ()), (1, 128, ((0, 7000),)))),
     CacheCase("decode-pages-q5", page_size=16, **(_PAGED | {"q_length": 5, "heads": (7, 1), "head_dim": 128})),
     CacheCase("decode-pages-q8", page_size=16, is_causal=0, **(_PAGED | {"q_length": 8, "heads": (16, 2)})),
     CacheCase("decode-pages-window", page_size=16, left=40, sinks=True, softcap=5.0, **(_PAGED | {"q_length": 3})),

@@ -20,13 +20,16 @@ struct Tiling {
   static constexpr int kSteps = kDim / 16;  // of Q K^T over features; tiles of V^T P^T's rows
   static constexpr int kMaxWarps = 8;
 
-  // Shared memory: a ring of tiles for each warp; Q; {maximum, sum} of each row from each warp. In
+  // Shared memory: a ring of tiles for each warp, and the pages of as many tiles; Q; {maximum, sum}
+  // of each row from each warp. In
   // clusters also a barrier for, and what other blocks send: 16-byte pieces of outputs and the same
   // sums.
   static constexpr int kMaxCluster = 8;
   static constexpr int kTileBytes = kKeys * kDim * 2;
   static constexpr int kStageBytes = 2 * kTileBytes;  // K, V
-  static constexpr int kRingBytes = kStages * kStageBytes;
+  static constexpr int kPagesAt = kStages * kStageBytes;
+  static constexpr int kPageBytes = kKeys * 4;  // of a tile
+  static constexpr int kRingBytes = kPagesAt + (kStages * kPageBytes + 127) / 128 * 128;
   static constexpr int kQueryBytes = kRows * kDim * 2;
   static constexpr int kPieces = kDim / 4;  // of a row of outputs
   static constexpr int kReceivedBytes = (kRows * kPieces + kMaxCluster) * 16;

@@ -50,18 +50,21 @@ __device__ __forceinline__ void walk(const Block<T, C>& block, const Shared<C>& 
   const int first_end = min(tile + (C::kStages - 1) * step + 1, block.last_tile);
   const bool early = d.early && first_end * C::kKeys <= block.keys.end - d.added;
   if (!kCareful && !early) wait_for_predecessor();
-  const auto first_pages = loader.first_pages(ahead, step);
+  const auto first_pages = loader.template first_pages<2 * C::kStages>(ahead, step);
   bool missing = false;  // a page, in this tile or one before
 #pragma unroll 1
   for (int stage = 0; stage < C::kStages; ++stage) {
     const int32_t page_of_stage = loader.page_of_stage(first_pages, stage);
-    if (ahead < block.last_tile)
-      missing |= !loader.copy(p, ahead, page_of_stage, ring + stage * C::kStageBytes);
+    if (ahead < block.last_tile) {
+      const auto place = loader.place_of(ahead, page_of_stage);
+      missing |= place.missing;
+      loader.copy(p, place, ring + stage * C::kStageBytes);
+    }
     commit_copies();
     ahead += step;
   }
   if (!kCareful && early) wait_for_predecessor();
-  int32_t page = loader.page_of_tile(ahead);
+  loader.keep_pages(first_pages, ring + C::kPagesAt);
   Queries<C> q;
   if (!kCareful) {
     copy_queries<T, C>(p, d, block.rows, threadIdx.x, blockDim.x, shared.queries);
@@ -70,20 +73,26 @@ __device__ __forceinline__ void walk(const Block<T, C>& block, const Shared<C>& 
   load_queries<C>(lane, shared.queries, q);
   clear<C>(state);
   const TileLane<C> at(lane.lane);
-  uint32_t stage = ring;
+  uint32_t stage = ring, kept = ring + C::kPagesAt;
 #pragma unroll 1
   for (; tile < block.last_tile; tile += step) {
     wait_copies<C::kStages - 1>();
     __syncwarp();
+    const int32_t page = loader.kept_page(kept);
+    typename Loader<T, C>::Place place;
     attend_tile<T, C, kCareful>(p, d, lane, at, block.rows, block.keys, tile, stage, missing, q,
-                                state);
+                                state, [&] { place = loader.place_of(ahead, page); });
     __syncwarp();
-    if (ahead < block.last_tile) missing |= !loader.copy(p, ahead, page, stage);
-    commit_copies();
+    if (ahead < block.last_tile) {
+      missing |= place.missing;
+      loader.copy(p, place, stage);
+    }
     ahead += step;
-    page = loader.page_of_tile(ahead);
-    stage += C::kStageBytes;
-    if (stage == ring + C::kRingBytes) stage = ring;
+    const int later = ahead + (C::kStages - 1) * step;
+    if (later < block.last_tile) loader.ask_for_page(later, kept);
+    commit_copies();
+    stage += C::kStageBytes, kept += C::kPageBytes;
+    if (stage == ring + C::kPagesAt) stage = ring, kept = stage + C::kPagesAt;
   }
 }
 
@@ -104,6 +113,7 @@ __global__ void __launch_bounds__(32 * C::kMaxWarps, 1)
     attend(const __grid_constant__ Problem p, const __grid_constant__ Decode d) {
   unsigned char* const memory = sm80::shared_memory();
   // What does not read memory is done before: see Grid::overlap.
+  prefetch_pages(p, d, work_of(d, sm80::block_index()).batch);
   if (!d.early && (p.key_lengths || d.first_queries || d.first_keys)) wait_for_predecessor();
   const Block<T, C> block(p, d);
   if (block.rows.count <= 0) return;  // the whole cluster, which has waited

@@ -140,7 +140,7 @@ Split split_of(const Params& params, const Shape& shape) {
       16 * units * tiles * shape.dim >= 7 * kMuch * processors) {
     return {whole, 1, 1, processors};
   }
-  if (10 * cluster * units < 8 * slots && rows <= shape.rows &&
+  if (10 * cluster * units < 8 * slots && rows <= shape.rows && units * largest > processors &&
       units * tiles * shape.dim >= kMuch * processors) {
     for (const int64_t blocks : {int64_t{2}, kMaxResident}) {  // on a multiprocessor
       const int64_t fewer = warps_of(shape, params.device.shared_memory, blocks);
@@ -262,7 +262,7 @@ flashonnx_status launch_grid(const Params& params, const Params* given, void* wo
     d.early = 1;
     d.added = present(given->k) ? static_cast<int32_t>(given->q_length) : 0;
   }
-  d.page_size = Divider(1), d.pages = 1;
+  d.page_size = Divider(2 * kMostPositions), d.pages = 1;
   const int64_t unit = place_unit(params);
   d.unit_bytes = static_cast<uint32_t>(unit * 2);
   d.k_row_units = static_cast<uint32_t>(params.k.stride[2] / unit);

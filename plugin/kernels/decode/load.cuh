@@ -52,6 +52,16 @@ __device__ __forceinline__ int32_t keys_of(const Problem& p, const Decode& d, in
   return static_cast<int32_t>(min(keys, int64_t{p.key_length}));
 }
 
+// Asks for a batch entry's row of the block table, a line by each thread, while it is not known yet
+// how many keys there are: a look-up from memory takes as long as the first keys do.
+__device__ __forceinline__ void prefetch_pages(const Problem& p, const Decode& d, int32_t batch) {
+  constexpr uint32_t kLine = 128 / sizeof(int32_t);
+  const uint32_t index = threadIdx.x * kLine;
+  if (!d.block_table || index > d.page_size.quotient(p.key_length - 1)) return;
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(d.block_table + batch * d.table_batch +
+                                                index * d.table_page));
+}
+
 // Copies tiles of the keys of one batch entry and key head. Where a key stands is worked out by two
 // lanes, l % 16 == key % 16: those before 16 for K, the others for V; so pages cost a look-up and a
 // few instructions a tile, whatever their size. Then a lane copies chunks lane % 8 + 8 c of rows
@@ -91,21 +101,26 @@ class Loader {
     return d_.block_table && inside(key) ? page_of(key, early) : 0;
   }
 
-  // Those of the first kStages tiles, `step` apart, at once: one after the other they would take as
-  // many latencies.
+  // Those of the first tiles, `step` apart, at once: one after the other they would take as many
+  // latencies.
+  template <int kTiles>
   struct FirstPages {
-    int32_t at[(C::kStages + 1) / 2];  // of two tiles: of the second for lanes from 16 on
+    static constexpr int kPairs = (kTiles + 1) / 2;
+    int32_t at[kPairs];  // of two tiles: of the second for lanes from 16 on
   };
 
-  __device__ __forceinline__ FirstPages first_pages(int tile, int step) const {
-    FirstPages first;
+  template <int kTiles>
+  __device__ __forceinline__ FirstPages<kTiles> first_pages(int tile, int step) const {
+    FirstPages<kTiles> first;
 #pragma unroll
-    for (int j = 0; j < (C::kStages + 1) / 2; ++j)
+    for (int j = 0; j < first.kPairs; ++j)
       first.at[j] = page_of_tile(tile + (2 * j + lane() / C::kKeys) * step, d_.early);
     return first;
   }
 
-  __device__ __forceinline__ int32_t page_of_stage(const FirstPages& first, int stage) const {
+  template <int kTiles>
+  __device__ __forceinline__ int32_t page_of_stage(const FirstPages<kTiles>& first,
+                                                   int stage) const {
     int32_t mine = first.at[0];
 #pragma unroll
     for (int j = 1; j < (C::kStages + 1) / 2; ++j) {
@@ -116,44 +131,95 @@ class Loader {
     return __shfl_sync(0xffffffffu, mine, stage % 2 * C::kKeys + lane() % C::kKeys);
   }
 
+  // Pages of tiles that come a turn of the ring later stand in `pages`, kPageBytes for each stage:
+  // those after the first kStages are put there, later ones come with the copies of the tile before
+  // them, so that no look-up is waited for.
+  __device__ __forceinline__ void keep_pages(const FirstPages<2 * C::kStages>& first,
+                                             uint32_t pages) const {
+    if (!d_.block_table) return;
+#pragma unroll
+    for (int j = C::kStages / 2; j < first.kPairs; ++j) {
+      const int stage = 2 * j + lane() / C::kKeys - C::kStages;
+      const uint32_t to = pages + stage * C::kPageBytes + lane() % C::kKeys * 4;
+      if (stage >= 0)
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(first.at[j]) : "memory");
+    }
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ int32_t kept_page(uint32_t page) const {
+    int32_t kept = 0;
+    if (d_.block_table)
+      asm volatile("ld.shared.b32 %0, [%1];"
+                   : "=r"(kept)
+                   : "r"(page + lane() % C::kKeys * 4)
+                   : "memory");
+    return kept;
+  }
+
+  __device__ __forceinline__ void ask_for_page(int tile, uint32_t page) const {
+    if (!d_.block_table || lane() >= C::kKeys) return;
+    const int key = tile * C::kKeys + lane();
+    const bool there = inside(key);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(page + lane() * 4),
+                 "l"(table_ + (there ? d_.page_size.quotient(key) * d_.table_page : 0)),
+                 "r"(there ? 4 : 0)
+                 : "memory");
+  }
+
   // Whether a slot's page is there. Where pages are used, others are masked.
   __device__ __forceinline__ bool exists(int key) const {
     return !inside(key) || static_cast<uint32_t>(page_of(key)) < d_.pages;
   }
 
-  // Starts the copies of a tile to `shared`: K, then V. False if the lane's key has no page.
-  __device__ __forceinline__ bool copy(const Problem& p, int tile, int32_t page,
-                                       uint32_t shared) const {
+  // Where the lane's key of a tile stands, in units; kNowhere if it has no page or is outside.
+  struct Place {
+    uint32_t units;
+    bool missing;
+  };
+  __device__ __forceinline__ Place place_of(int tile, int32_t page) const {
     const int key = tile * C::kKeys + lane() % C::kKeys;
-    const bool exists = static_cast<uint32_t>(page) < d_.pages;
-    uint32_t place = d_.block_table ? d_.page_size.rest(key) : key;
-    place = place * row_units_ + page * page_units_;
-    if (!inside(key) || !exists) place = kNowhere;
+    const bool missing = static_cast<uint32_t>(page) >= d_.pages;
+    const uint32_t units = d_.page_size.rest(key) * row_units_ + page * page_units_;
+    return {inside(key) && !missing ? units : kNowhere, missing};
+  }
+
+  // Starts the copies of a tile to `shared`: K, then V.
+  __device__ __forceinline__ void copy(const Problem& p, const Place& place,
+                                       uint32_t shared) const {
     const int row = lane() / 8;
     const uint32_t to = shared + tile_offset<C>(row, lane() % 8);
-#pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) {
-      const uint32_t k = __shfl_sync(0xffffffffu, place, 4 * i + row);
-      const uint32_t v = __shfl_sync(0xffffffffu, place, C::kKeys + 4 * i + row);
-      // Four rows further only a bit of the swizzle changes, which no first row has set.
-      const uint32_t at = (to ^ i % 2 * 64) + 4 * i * C::kDim * 2;
-      if (d_.vectors) {
-#pragma unroll
-        for (int c = 0; c < kLaneChunks; ++c) {
-          const int feature = (c * 8 + lane() % 8) * 8;
-          const bool read_k = k != kNowhere && feature < p.head_dim;
-          const bool read_v = v != kNowhere && feature < p.value_dim;
-          sm80::copy_async(at + c * 128, k_ + uint64_t{k} * kUnitBytes + c * 128, read_k ? 16 : 0);
-          sm80::copy_async(at + c * 128 + C::kTileBytes, v_ + uint64_t{v} * kUnitBytes + c * 128,
-                           read_v ? 16 : 0);
-        }
-      } else {
-        copy_slowly(at, k_ + uint64_t{k} * d_.unit_bytes, k != kNowhere ? p.head_dim : 0);
-        copy_slowly(at + C::kTileBytes, v_ + uint64_t{v} * d_.unit_bytes,
+    const auto place_of_row = [&](int i, bool value) {
+      return __shfl_sync(0xffffffffu, place.units, (value ? C::kKeys : 0) + 4 * i + row);
+    };
+    // Four rows further only a bit of the swizzle changes, which no first row has set.
+    const auto row_at = [&](int i) { return (to ^ i % 2 * 64) + 4 * i * C::kDim * 2; };
+    if (!d_.vectors) {
+#pragma unroll 1
+      for (int i = 0; i < kLaneRows; ++i) {
+        const uint32_t k = place_of_row(i, false), v = place_of_row(i, true);
+        copy_slowly(row_at(i), k_ + uint64_t{k} * d_.unit_bytes, k != kNowhere ? p.head_dim : 0);
+        copy_slowly(row_at(i) + C::kTileBytes, v_ + uint64_t{v} * d_.unit_bytes,
                     v != kNowhere ? p.value_dim : 0);
       }
+      return;
     }
-    return exists;
+    uint32_t k[kLaneRows], v[kLaneRows];
+#pragma unroll
+    for (int i = 0; i < kLaneRows; ++i) k[i] = place_of_row(i, false), v[i] = place_of_row(i, true);
+#pragma unroll
+    for (int i = 0; i < kLaneRows; ++i) {
+#pragma unroll
+      for (int c = 0; c < kLaneChunks; ++c) {
+        const int feature = (c * 8 + lane() % 8) * 8;
+        const bool read_k = k[i] != kNowhere && feature < p.head_dim;
+        const bool read_v = v[i] != kNowhere && feature < p.value_dim;
+        sm80::copy_async(row_at(i) + c * 128, k_ + uint64_t{k[i]} * kUnitBytes + c * 128,
+                         read_k ? 16 : 0);
+        sm80::copy_async(row_at(i) + c * 128 + C::kTileBytes,
+                         v_ + uint64_t{v[i]} * kUnitBytes + c * 128, read_v ? 16 : 0);
+      }
+    }
   }
 
  private:

@@ -17,8 +17,8 @@ struct Decode {
   // Pages: null if K and V are contiguous.
   const int32_t* block_table;
   int64_t table_batch, table_page;  // its strides
-  uint32_t pages;  // that there are (1 without a table); slots of a page that is not are masked
-  Divider page_size;
+  uint32_t pages;     // that there are (1 without a table); slots of a page that is not are masked
+  Divider page_size;  // more than all keys without a table
   // Strides of keys and pages, in units: so places have 32 bits. Of 16 bytes, or of elements.
   uint32_t k_row_units, v_row_units, k_page_units, v_page_units;
   uint32_t unit_bytes;

@@ -70,11 +70,14 @@ __device__ __noinline__ void attend_part_carefully(const Problem& p, const Decod
   bool missing = false;
 #pragma unroll 1
   for (; tile < last; ++tile) {
-    missing |= !loader.copy(p, tile, loader.page_of_tile(tile), ring);
+    const auto place = loader.place_of(tile, loader.page_of_tile(tile));
+    missing |= place.missing;
+    loader.copy(p, place, ring);
     commit_copies();
     wait_copies<0>();
     __syncwarp();
-    attend_tile<T, C, true>(p, d, lane, at, unit.rows, unit.keys, tile, ring, missing, q, state);
+    attend_tile<T, C, true>(p, d, lane, at, unit.rows, unit.keys, tile, ring, missing, q, state,
+                            [] {});
     __syncwarp();
   }
   store_part<C>(d, lane, unit.rows, share, state);
@@ -101,7 +104,7 @@ struct Stream {
         tile(tile),
         left(left),
         loader(p, d, unit.rows.batch, unit.rows.kv_head, unit.keys.begin, unit.keys.end) {
-    const auto pages = loader.first_pages(tile, 1);
+    const auto pages = loader.template first_pages<C::kStages>(tile, 1);
     const int of_unit = unit.last_tile() - tile;
 #pragma unroll 1
     for (int stage = 0; stage < C::kStages; ++stage) {
@@ -113,7 +116,9 @@ struct Stream {
 
   __device__ __forceinline__ void copy_next(uint32_t stage) {
     if (left > 0) {
-      missing |= !loader.copy(p, tile, page, stage);
+      const auto place = loader.place_of(tile, page);
+      missing |= place.missing;
+      loader.copy(p, place, stage);
       --left, ++tile;
       if (left > 0 && tile == unit.last_tile()) {
         unit = lengths.after(p, d, unit);
@@ -185,11 +190,11 @@ __global__ void __launch_bounds__(32 * C::kMaxWarps, 1)
         wait_copies<C::kStages - 1>();
         __syncwarp();
         attend_tile<T, C, false>(p, d, lane, at, unit.rows, unit.keys, tile, stage, ahead.missing,
-                                 q, state);
+                                 q, state, [] {});
         __syncwarp();
         ahead.copy_next(stage);
         stage += C::kStageBytes;
-        if (stage == ring + C::kRingBytes) stage = ring;
+        if (stage == ring + C::kPagesAt) stage = ring;
       }
       there = last - first < C::kStages;
       if (there) wait_copies<0>();

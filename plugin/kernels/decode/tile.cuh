@@ -80,15 +80,18 @@ struct TileLane {
         v(C::kTileBytes + tile_offset<C>(lane % 8 + lane / 8 / 2 * 8, lane / 8 % 2)) {}
 };
 
-// Adds a tile, which stands at `stage`, to the rows' state. `missing`: it may lack pages.
-template <class T, class C, bool kCareful>
+// Adds a tile, which stands at `stage`, to the rows' state. `missing`: it may lack pages. `beside`:
+// is done while the scores are being made.
+template <class T, class C, bool kCareful, class Beside>
 __device__ __forceinline__ void attend_tile(const Problem& p, const Decode& d, const Lane& lane,
                                             const TileLane<C>& at, const Rows& rows,
                                             const Keys& keys, int tile, uint32_t stage,
-                                            bool missing, const Queries<C>& q, RowState<C>& state) {
+                                            bool missing, const Queries<C>& q, RowState<C>& state,
+                                            Beside beside) {
   const int first_key = tile * C::kKeys;
   Scores<C> scores;
   multiply_keys<T, C>(stage + at.k, q, scores);
+  beside();
   float factor = d.factor;
   if (d.cap_out > 0.f || p.mask.data) {
     if (d.cap_out > 0.f) cap_scores<C>(d, scores), factor = 1.f;

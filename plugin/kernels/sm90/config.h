@@ -130,9 +130,13 @@ struct Gathered : C {
   // Without turns two groups may fall into step and want the tensor cores at the same times, for as
   // long as a tile lasts (docs: two rhythms).
   static constexpr bool kTurns = true;
-  // Tiles that were drawn, and barriers, where others keep what they found of a mask.
-  static constexpr int kDrawnAt = C::kFoundAt;
-  static_assert(kDrawnAt + 3 * 64 + 5 * 8 <= C::kSharedBytes);
+  // After what is to be done: tiles that were drawn, their barriers, and pages of 32 boxes of K and
+  // of V.
+  static constexpr int kItemBytes = 48;
+  static constexpr int kDrawnAt = C::kItemsAt + C::kQueryStages * kItemBytes;
+  static constexpr int kPlacesAt = kDrawnAt + (3 * 64 + 5 * 8 + 15) / 16 * 16;
+  static constexpr int kSharedBytes = kPlacesAt + 2 * 32 * 4;
+  static_assert(kSharedBytes + C::kAlignment <= 227 * 1024);
 };
 
 }  // namespace flashonnx::sm90

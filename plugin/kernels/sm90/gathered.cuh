@@ -1,233 +1,10 @@
-// Ragged batches and pages: which tile of queries is next, and what the producer does about it.
-//
-// Lengths are on the device alone, so tiles are not dealt out but drawn: a number in memory, 0
-// before the launch, counts those that were taken. Which block has a tile changes nothing in it.
+// The kernel for ragged batches and pages: how the producer brings tiles to consumers.
 #pragma once
 
-#include "kernels/common/overlap.cuh"
 #include "kernels/sm90/consumer.cuh"
-#include "kernels/sm90/gathering.h"
+#include "kernels/sm90/draw.cuh"
 
 namespace flashonnx::sm90 {
-
-// Tiles are numbered sequence by sequence, and section of heads by section of heads in it: first
-// the same tile of all heads of a section, whose K and V share the L2 cache. Sequences of few keys
-// come last, so that blocks end together. A warp finds the tile of a number; each lane knows how
-// many there are up to the end of its part of the batch.
-template <class C>
-class Draw {
- public:
-  __device__ __forceinline__ Draw(const Problem& p, const Gathering& gathering)
-      : p_(p), gathering_(gathering) {
-    int longest = 0, tiles[2] = {};
-#pragma unroll 1  // a launch begins with this, and code that is not there yet takes long to come
-    for (int i = 0; i < gathering_.part; ++i) {
-      const int sequence = lane() * gathering_.part + i;
-      if (sequence < gathering_.sequences) longest = max(longest, sequence_of(p_, sequence).keys);
-    }
-    few_keys_ = __reduce_max_sync(0xffffffffu, longest) / 4;
-#pragma unroll 1
-    for (int i = 0; i < gathering_.part; ++i) {
-      bool few;
-      const int count = tiles_of(lane() * gathering_.part + i, &few);
-      tiles[0] += few ? 0 : count, tiles[1] += few ? count : 0;
-    }
-    end_[0] = sum_of_lanes(tiles[0]);
-    end_[1] = sum_of_lanes(tiles[1]);
-    first_of_few_ = __shfl_sync(0xffffffffu, end_[0], 31);
-    end_[1] += first_of_few_;
-  }
-
-  // False if there are not so many.
-  __device__ __forceinline__ bool find(const Plan& plan, uint32_t number, Work* work) const {
-    const int wanted = plan.q_heads.quotient(number);
-    const bool few = wanted >= first_of_few_;
-    const int end_of_part = few ? end_[1] : end_[0];
-    const int part = __popc(__ballot_sync(0xffffffffu, end_of_part <= wanted));
-    if (part == 32) return false;
-    const int before = __shfl_sync(0xffffffffu, end_of_part, (part + 31) % 32);
-    int begin = part > 0 ? before : few ? first_of_few_ : 0;
-    int tiles = __shfl_sync(0xffffffffu, end_of_part, part) - begin;
-    int sequence = part * gathering_.part;
-    while (gathering_.part > 1) {  // over the sequences of that lane, 32 at a time
-      bool is_few;
-      const int count = tiles_of(sequence + lane(), &is_few), mine = is_few == few ? count : 0;
-      const int end = begin + sum_of_lanes(mine);
-      const int found = __popc(__ballot_sync(0xffffffffu, end <= wanted));
-      const int behind = __shfl_sync(0xffffffffu, end, (found + 31) % 32);
-      if (found > 0) begin = behind;
-      sequence += found;
-      if (found == 32) continue;
-      tiles = __shfl_sync(0xffffffffu, mine, found);
-      break;
-    }
-    uint32_t rest = number - begin * plan.q_heads.divisor;
-    const uint32_t section = rest / (tiles * gathering_.section.divisor);
-    rest -= section * tiles * gathering_.section.divisor;
-    const int tile = gathering_.section.quotient(rest);
-    work->batch = sequence;
-    work->head = section * gathering_.section.divisor + gathering_.section.rest(rest);
-    work->kv_head = plan.group.quotient(work->head);
-    work->first_query = (plan.longest_last ? tiles - 1 - tile : tile) * C::kQueries;
-    return true;
-  }
-
- private:
-  __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
-
-  // Of a sequence, and whether it has few keys.
-  __device__ __forceinline__ int tiles_of(int index, bool* few) const {
-    *few = false;
-    if (index >= gathering_.sequences) return 0;
-    const Sequence sequence = sequence_of(p_, index);
-    *few = sequence.keys <= few_keys_;
-    return (sequence.queries + C::kQueries - 1) / C::kQueries;
-  }
-
-  // Of lanes up to this one.
-  __device__ __forceinline__ static int sum_of_lanes(int x) {
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(0xffffffffu, x, step);
-      if (lane() >= step) x += other;
-    }
-    return x;
-  }
-
-  const Problem& p_;
-  const Gathering& gathering_;
-  int few_keys_, first_of_few_;
-  int end_[2];  // of sequences of many keys, and of few
-};
-
-// Whether a page of the first `keys` keys is missing. By a warp.
-__device__ __forceinline__ bool misses_pages(const Pages& pages, int64_t batch, int keys) {
-  const int count = keys > 0 ? pages.size.quotient(keys - 1) + 1 : 0;
-  bool missing = false;
-#pragma unroll 4
-  for (int i = threadIdx.x % 32; i < count; i += 32) {
-    const int32_t page = pages.table[batch * pages.table_batch + i * pages.table_page];
-    missing |= static_cast<uint32_t>(page) >= pages.count;
-  }
-  return __any_sync(0xffffffffu, missing);
-}
-
-// What the producer's warps tell each other: a tile that was drawn.
-struct alignas(16) Drawn {
-  GatheredItem item;
-  int32_t outer;      // batch entry of K and V, of which there is one if they are ragged
-  int32_t first_key;  // row of its first key
-};
-
-// Places of two of them, in turns.
-template <class C>
-struct DrawnPlaces {
-  const Shared<C>& shared;
-
-  __device__ __forceinline__ Drawn& drawn(uint32_t count) const {
-    static_assert(sizeof(Drawn) == 64);
-    return reinterpret_cast<Drawn*>(shared.memory + C::kDrawnAt)[count % 2];
-  }
-  // None: zeros.
-  __device__ __forceinline__ Drawn& blank() const { return (&drawn(0))[2]; }
-  // There is one; it was taken, for its queries, its keys and its values.
-  __device__ __forceinline__ void wait_full(uint32_t count) const {
-    barrier_wait(full(count), count / 2 % 2);
-  }
-  __device__ __forceinline__ void take(uint32_t count) const {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(taken(count));
-  }
-  __device__ __forceinline__ void wait_taken(uint32_t count) const {
-    barrier_wait(taken(count), count / 2 % 2);
-  }
-  __device__ __forceinline__ uint32_t full(uint32_t count) const {
-    return shared.base + C::kDrawnAt + 3 * sizeof(Drawn) + count % 2 * 8;
-  }
-  __device__ __forceinline__ uint32_t taken(uint32_t count) const { return full(count) + 16; }
-  // Queries have landed that consumers do not hear of yet.
-  __device__ __forceinline__ uint32_t landed() const { return full(0) + 32; }
-
-  __device__ __forceinline__ void init_barriers() const {
-    for (int place = 0; place < 2; ++place) {
-      barrier_init(full(place), 1), barrier_init(taken(place), 3);
-    }
-    barrier_init(landed(), 1);
-    blank() = {};
-    fence_barrier_init();
-  }
-};
-
-template <class C>
-__device__ __forceinline__ Span span_of(const Problem& p, const Work& work,
-                                        const Sequence& sequence) {
-  Span span;
-  span.range = key_range(p, sequence.length, sequence.keys);
-  const int begin = span.range.lower(work.first_query);
-  const int end = span.range.upper(min(work.first_query + C::kQueries, sequence.queries) - 1);
-  span.first_tile = begin / C::kKeys;
-  span.last_tile = begin < end ? (end - 1) / C::kKeys : span.first_tile - 1;
-  return span;
-}
-
-// Queries [work.first_query, end), which see no key, by one warp.
-template <class T, class C>
-__device__ __forceinline__ void store_empty_rows(const Problem& p, const Work& work, int token,
-                                                 int end) {
-  const int lane = threadIdx.x % 32;
-  const float zeros[C::kDim / 32] = {};
-#pragma unroll 1
-  for (int query = work.first_query; query < end; ++query) {
-    store_row<C>(p, work, token + query, lane, 1.f, zeros);
-    if (lane == 0) store_lse(p, work, token + query, -INFINITY);
-  }
-}
-
-// By a warp of its own, so that nothing waits for it: draws the next tile while the producer is at
-// the one before, not sooner, as another block may be done by then; but two tiles ahead if they are
-// so short that the producer would wait. The rows of tiles that see no key are stored here.
-template <class T, class C>
-__device__ __forceinline__ void draw_tiles(const Problem& p, const Plan& plan,
-                                           const Gathering& gathering, const Shared<C>& shared) {
-  constexpr int kLong = 4;  // tiles of keys, which take as long as to draw the next
-  const int lane = threadIdx.x % 32;
-  const DrawnPlaces<C> places = {shared};
-  uint32_t count = 0;
-  const auto hand_over = [&](const Drawn& drawn) {
-    if (count >= 2) places.wait_taken(count - 2);
-    if (lane == 0) {
-      places.drawn(count) = drawn;
-      barrier_arrive(places.full(count));
-    }
-    ++count;
-  };
-  wait_for_predecessor();  // which puts lengths in order, or writes to the cache
-  const Draw<C> draw(p, gathering);
-  Work work;
-  int known = -1;        // the sequence of which is known whether
-  bool missing = false;  // it misses pages
-  uint32_t number = blockIdx.x;
-  while (draw.find(plan, number, &work)) {
-    const Sequence sequence = sequence_of(p, work.batch);
-    const Span span = span_of<C>(p, work, sequence);
-    if (span.first_tile > span.last_tile) {
-      store_empty_rows<T, C>(p, work, sequence.first_query,
-                             min(work.first_query + C::kQueries, sequence.queries));
-    } else {
-      if (p.pages.table && work.batch != known) {
-        known = work.batch;
-        missing = misses_pages(p.pages, work.batch, span.range.limit);
-      }
-      hand_over({{work, span, sequence.queries, sequence.first_query, missing},
-                 p.ragged.keys ? 0 : work.batch,
-                 sequence.first_key});
-      if (span.last_tile - span.first_tile + 1 >= kLong) places.wait_taken(count - 1);
-    }
-    if (lane == 0) number = gridDim.x + atomicAdd(gathering.drawn, 1u);
-    number = __shfl_sync(0xffffffffu, number, 0);
-  }
-  hand_over({{{-1, 0, 0, 0}, {}, 0, 0, 0}, 0, 0});
-}
 
 // One lane of a warp, in which all lanes are. The compiler knows that it is one, and what it copies
 // needs no loop over lanes.
@@ -244,13 +21,19 @@ __device__ __forceinline__ bool is_elected() {
 }
 
 // Copies tiles of K, or of V, of one tile of queries after another: a warp for each, the same code.
-// Its lanes look up the pages of a tile, a box of the copy engine each, and one of them copies.
+// One lane copies, box by box of the copy engine. Pages are looked up for 32 boxes at a time, those
+// of the 32 before on their way meanwhile. All of it is kept short: an instruction of these warps
+// is one that consumers do not issue.
 template <class C>
 class Gatherer {
  public:
   __device__ __forceinline__ Gatherer(const Problem& p, const Gathering& gathering,
-                                      const CUtensorMap& map, const Shared<C>& shared)
-      : p_(p), gathering_(gathering), map_(map), shared_(shared) {
+                                      const CUtensorMap& map, const Shared<C>& shared, bool values)
+      : p_(p),
+        gathering_(gathering),
+        map_(map),
+        shared_(shared),
+        places_(reinterpret_cast<int32_t*>(shared.memory + C::kPlacesAt) + (values ? 32 : 0)) {
     prefetch(&map);
   }
 
@@ -269,25 +52,23 @@ class Gatherer {
     biased_ = drawn.item.biased;
     if (!rehearses_) places.take(count_++);
     if (batch_ < 0) return false;
-    look_up();
+    before_ = page_of(chunk());
+    move_to_chunk();
     return true;
   }
 
   // Copies the tile of keys at hand, and goes on to the next; false if there is none.
   __device__ __forceinline__ bool copy(uint32_t to, uint32_t full) {
-    // The same in all lanes, told to the compiler.
-    to = __shfl_sync(0xffffffffu, to, 0);
-    full = __shfl_sync(0xffffffffu, full, 0);
     if (is_elected() && !rehearses_) barrier_arrive_expecting(full, C::kKeyBytes);
-#pragma unroll 1
-    for (int i = 0; i * gathering_.rows.divisor < C::kKeys; ++i) {
-      const int row = __shfl_sync(0xffffffffu, row_, i);
-      const int place = __shfl_sync(0xffffffffu, place_, i);
-      if (is_elected() && !rehearses_) copy_row(to, full, row, place);
-      to += gathering_.rows.divisor * C::kBoxRow;
+    if (p_.pages.table) {
+      if (is_elected() && !rehearses_) copy_pages(to, full);
+    } else if (is_elected() && !rehearses_) {
+      copy_row(to, full, first_key_ + tile_ * C::kKeys, outer_);
     }
+    __syncwarp();
+    const bool begins = first_box() % 32 == 0;
     if (--tile_ < first_tile_) return false;
-    look_up();
+    if (begins) move_to_chunk();
     return true;
   }
 
@@ -299,14 +80,47 @@ class Gatherer {
     return was;
   }
 
-  // Whether pages are missing, of any of the keys; bit i: that of box i.
+  // Whether pages are missing, of any of the keys; bit i: that of box i of the tile at hand.
   __device__ __forceinline__ bool biased() const { return biased_; }
-  __device__ __forceinline__ uint32_t missing() const { return missing_; }
+  __device__ __forceinline__ uint32_t missing() const {
+    return missing_ >> first_box() % 32 & ((1u << boxes()) - 1);
+  }
 
  private:
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
-  __device__ __forceinline__ int box_row() const { return lane() * gathering_.rows.divisor; }
-  __device__ __forceinline__ int key() const { return tile_ * C::kKeys + box_row(); }
+  // Of a tile: a power of two up to 16, so chunks of 32 hold whole tiles.
+  __device__ __forceinline__ int boxes() const { return C::kKeys / gathering_.rows.divisor; }
+  __device__ __forceinline__ int first_box() const { return tile_ * boxes(); }
+  __device__ __forceinline__ int chunk() const { return first_box() / 32; }
+  // Of the lane's box.
+  __device__ __forceinline__ int key_of(int chunk) const {
+    return (chunk * 32 + lane()) * gathering_.rows.divisor;
+  }
+  __device__ __forceinline__ bool inside(int key) const {
+    return static_cast<uint32_t>(key) < static_cast<uint32_t>(limit_);
+  }
+
+  // Boxes of pages, by one lane.
+  __device__ __forceinline__ void copy_pages(uint32_t to, uint32_t full) const {
+    const int rows = gathering_.rows.divisor, size = p_.pages.size.divisor;
+    const int32_t* const places = places_ + first_box() % 32;
+    int row = p_.pages.size.rest(first_box() * rows);
+    const auto copy = [&](int place) {
+      copy_row(to, full, row, place);
+      to += rows * C::kBoxRow;
+      row = row + rows == size ? 0 : row + rows;
+    };
+    if (boxes() < 4) {
+#pragma unroll 1
+      for (int i = 0; i < boxes(); ++i) copy(places[i]);
+      return;
+    }
+#pragma unroll 1
+    for (int i = 0; i < boxes(); i += 4) {
+      const int4 four = *reinterpret_cast<const int4*>(places + i);
+      copy(four.x), copy(four.y), copy(four.z), copy(four.w);
+    }
+  }
 
   // The boxes that begin at this row of the tile.
   __device__ __forceinline__ void copy_row(uint32_t to, uint32_t full, int row, int place) const {
@@ -316,15 +130,21 @@ class Gatherer {
     }
   }
 
-  // Where the lane's box begins, before it is time to copy it. Outside the tensor there are zeros.
-  __device__ __forceinline__ void look_up() {
-    row_ = first_key_ + key(), place_ = outer_;
-    if (p_.pages.table) {
-      const bool there = key() < limit_ && box_row() < C::kKeys;
-      const Slot slot = there ? slot_of(p_.pages, batch_, key()) : Slot{-1, 0};
-      row_ = slot.slot, place_ = slot.page;
-      missing_ = __ballot_sync(0xffffffffu, there && place_ < 0);
-    }
+  __device__ __forceinline__ int32_t page_of(int chunk) const {
+    const Pages& pages = p_.pages;
+    const int key = key_of(chunk);
+    if (!pages.table || !inside(key)) return -1;
+    return pages.table[batch_ * pages.table_batch + pages.size.quotient(key) * pages.table_page];
+  }
+
+  // The pages of the chunk at hand. Outside the tensor there are zeros.
+  __device__ __forceinline__ void move_to_chunk() {
+    if (!p_.pages.table) return;
+    const int place = static_cast<uint32_t>(before_) < p_.pages.count ? before_ : -1;
+    places_[lane()] = place;
+    missing_ = __ballot_sync(0xffffffffu, inside(key_of(chunk())) && place < 0);
+    before_ = page_of(chunk() - 1);
+    __syncwarp();
   }
 
   const Problem& p_;
@@ -334,9 +154,10 @@ class Gatherer {
   uint32_t count_ = 0;  // of tiles of queries
   bool rehearses_ = true;
   int batch_, head_, limit_, first_tile_, tile_, first_key_, outer_;
-  int row_, place_;  // of the lane's box: in its page or among all keys; its page or batch entry
+  int32_t* const places_;  // pages of the boxes of the chunk at hand
+  int32_t before_;         // that of the lane's box in the chunk before
   bool biased_;
-  uint32_t missing_;
+  uint32_t missing_;  // boxes of the chunk
 };
 
 // What a missing page adds to the scores of its keys.
@@ -400,7 +221,7 @@ __device__ __forceinline__ void produce_rows(const Problem& p, const Gathering& 
                                              const Maps& maps, const Shared<C>& shared,
                                              bool values) {
   static_assert(C::kKeyBytes == C::kValueBytes);
-  Gatherer<C> gatherer(p, gathering, values ? maps.v : maps.k, shared);
+  Gatherer<C> gatherer(p, gathering, values ? maps.v : maps.k, shared, values);
   const uint32_t rows = values ? shared.v(0) : shared.k(0);
   const uint32_t barriers = values ? shared.v_full(0) : shared.k_full(0);
   const uint32_t next = shared.k_full(1) - shared.k_full(0), free = next / 2;

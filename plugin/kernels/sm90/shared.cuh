@@ -64,7 +64,7 @@ struct Shared {
   }
 
   __device__ __forceinline__ ItemOf<C>* item(int stage) const {
-    static_assert(sizeof(Item) == C::kItemBytes && sizeof(ItemOf<C>) <= C::kItemBytes);
+    static_assert(sizeof(ItemOf<C>) == C::kItemBytes);
     return reinterpret_cast<ItemOf<C>*>(memory + C::kItemsAt) + stage;
   }
 
