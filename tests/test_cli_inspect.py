@@ -53,8 +53,8 @@ def test_sizes_and_bytes(plain: Path, flashonnx_command: Command) -> None:
 
 @pytest.mark.parametrize("command", [("inspect",), ("fuse", "-o", "out.onnx")])
 def test_names_that_the_model_does_not_have(command: tuple[str, ...], plain: Path, flashonnx_command: Command) -> None:
-    said = flashonnx_command(command[0], plain, *command[1:], "--dim", "sequenc=8", code=2)
-    assert "has a dimension 'sequenc'; there are batch, sequence" in said and not Path("out.onnx").exists()
+    said = flashonnx_command(command[0], plain, *command[1:], "--dim", "length=8", code=2)
+    assert "has a dimension 'length'; there are batch, sequence" in said and not Path("out.onnx").exists()
 
 
 def test_what_is_left(flashonnx_command: Command) -> None:
