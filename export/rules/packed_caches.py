@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import onnx_ir as ir
-from flashonnx.export.operator.cache_schema import KV_CACHE
+from flashonnx.export.operator.cache_schema import CACHE_INPUTS, KV_CACHE
 from flashonnx.export.rules.base import Fusion
 from flashonnx.export.values.facts import Facts
 
@@ -18,6 +18,9 @@ def uncut(fusion: Fusion, node: ir.Node) -> list[ir.Node]:
     if node.op_type != KV_CACHE or len(tensors) < 3 or "q_num_heads" not in node.attributes:
         return []
     facts, end = fusion.facts, 0
+    is_ragged = dict(zip(CACHE_INPUTS, node.inputs, strict=False)).get("cu_seqlens_q") is not None
+    if facts.rank(tensors[0]) != (2 if is_ragged else 3):
+        return []
     source = _source(tensors[0])
     for value in tensors:
         dims = facts.dims(value)

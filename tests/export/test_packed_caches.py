@@ -102,6 +102,22 @@ def test_what_is_left(way: str) -> None:
     same(before, after)
 
 
+def test_heads_in_a_dimension_of_their_own() -> None:
+    """Each head's features are cut there, which no layout of the operator is."""
+    before = cached([("Split", ["x", "widths"], ["q", "k", "v"], {"axis": 3})])
+    for value in before.graph.input:
+        if value.name == "x":
+            shape = ["b", KV_HEADS, "s", 2 * SIZE + VALUE_SIZE]
+            value.CopyFrom(helper.make_tensor_value_info("x", TensorProto.FLOAT, shape))
+    for tensor in before.graph.initializer:
+        tensor.CopyFrom(numpy_helper.from_array(np.array([SIZE, SIZE, VALUE_SIZE]), "widths"))
+    for attribute in before.graph.node[-1].attribute:
+        attribute.i = KV_HEADS
+    after, _ = fuse(before)
+    assert all(attribute.name != "qkv_layout" for attribute in nodes(after)[0].attribute)
+    same(before, after)
+
+
 @pytest.mark.parametrize("biases", ["", "qkv", "kv"])
 @pytest.mark.parametrize("join", [True, False])
 def test_products_by_weights_side_by_side(join: bool, biases: str) -> None:
