@@ -31,8 +31,8 @@ Params with_sums(const Params& params, Sums* sums) {
     const Field& field = kFields[i];
     if (!present(params.*field.bias)) continue;
     const int64_t row = params.*field.heads * params.*field.dim, rows = params.*field.rows;
-    sums->parts[i] = {sums->bytes, (params.batch * rows * row * size + 255) / 256 * 256};
-    sums->bytes += sums->parts[i].bytes;
+    sums->offsets[i] = sums->bytes;
+    sums->bytes += (params.batch * rows * row * size + 255) / 256 * 256;
     summed.*field.tensor = {nullptr, {rows * row, params.*field.dim, row, 1}, params.q.dtype, 0};
     summed.*field.bias = {};
   }
@@ -44,8 +44,8 @@ flashonnx_status add_biases(const Params& params, const Sums& sums, char* worksp
   BiasedProjection projections[3] = {};
   for (int i = 0; i < 3; ++i) {
     const Field& field = kFields[i];
-    if (sums.parts[i].bytes == 0) continue;
-    (summed->*field.tensor).data = workspace + sums.parts[i].offset;
+    if (sums.offsets[i] < 0) continue;
+    (summed->*field.tensor).data = workspace + sums.offsets[i];
     projections[i] = {params.*field.tensor, params.*field.bias, summed->*field.tensor, params.batch,
                       params.*field.heads,  params.*field.rows, params.*field.dim};
   }

@@ -2,14 +2,14 @@
 // workspace.
 #pragma once
 
-#include "kernels/resolve.h"
+#include "kernels/table.h"
 
 namespace flashonnx {
 
-// Of q, k and v, where they have biases, in the workspace.
+// Of q, k and v in the workspace: where they begin, -1 where there is no bias to add.
 struct Sums {
-  Part parts[3];
-  int64_t bytes = 0;
+  int64_t offsets[3] = {-1, -1, -1};
+  int64_t bytes = 0;  // of all
 };
 
 bool has_projection_bias(const Params& params);

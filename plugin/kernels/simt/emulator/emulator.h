@@ -203,6 +203,7 @@ T __shfl_up_sync(unsigned, T x, int distance) {
   return emulator::shuffle(x, lane % 32 >= distance ? lane - distance : lane);
 }
 inline bool __any_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
+inline bool __all_sync(unsigned mask, bool vote) { return __ballot_sync(mask, !vote) == 0; }
 inline int __reduce_max_sync(unsigned mask, int x) {
   for (int distance = 16; distance > 0; distance /= 2)
     x = max(x, emulator::shuffle(x, emulator::machine.current ^ distance));
