@@ -100,8 +100,9 @@ class Gatherer {
     return static_cast<uint32_t>(key) < static_cast<uint32_t>(limit_);
   }
 
-  // Boxes of pages, by one lane.
+  // Boxes of pages, by one lane: up to 8 together, which share what they have in common.
   __device__ __forceinline__ void copy_pages(uint32_t to, uint32_t full) const {
+    constexpr int kTogether = C::kBoxes == 4 ? 2 : 4;  // rows of boxes; more of them spill
     const int rows = gathering_.rows.divisor, size = p_.pages.size.divisor;
     const int32_t* const places = places_ + first_box() % 32;
     int row = p_.pages.size.rest(first_box() * rows);
@@ -110,16 +111,14 @@ class Gatherer {
       to += rows * C::kBoxRow;
       row = row + rows == size ? 0 : row + rows;
     };
-    if (boxes() < 4) {
+    int i = 0;
 #pragma unroll 1
-      for (int i = 0; i < boxes(); ++i) copy(places[i]);
-      return;
+    for (; i + kTogether <= boxes(); i += kTogether) {
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) copy(places[i + j]);
     }
 #pragma unroll 1
-    for (int i = 0; i < boxes(); i += 4) {
-      const int4 four = *reinterpret_cast<const int4*>(places + i);
-      copy(four.x), copy(four.y), copy(four.z), copy(four.w);
-    }
+    for (; i < boxes(); ++i) copy(places[i]);
   }
 
   // The boxes that begin at this row of the tile.
