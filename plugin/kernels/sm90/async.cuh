@@ -138,6 +138,12 @@ __device__ __forceinline__ void named_arrive(int name, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
+// Ends the thread where it stands: a return is a jump to the end of the kernel's code.
+[[noreturn]] __device__ __forceinline__ void exit_thread() {
+  asm volatile("exit;");
+  __builtin_unreachable();
+}
+
 template <int kRegisters>
 __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));

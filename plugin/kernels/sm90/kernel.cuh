@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   extern __shared__ unsigned char memory[];
   const Shared<C> shared(memory);
   const bool marked = C::kPackedMasks || (C::kGeneral && plan.mask_per_key);
-  if (threadIdx.x == 0) shared.init_barriers(marked);
+  if (threadIdx.x < 32) shared.init_barriers();
   if constexpr (C::kOnes) shared.fill_ones(pack<T>(1.f, 1.f));
   if constexpr (C::kBiasProduct) shared.fill_bias_operands(!plan.mask_per_key);
   if constexpr (C::kMarks) {
@@ -31,8 +31,16 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     if (packed.tile_count > 0) wait_for_predecessor();
     if (packed.tile_count > 0 && !plan.mask_per_key && !is_meant<C>(packed)) return;
   }
-  __syncthreads();
-  if (threadIdx.x < 128) {
+  // The first warp needs nothing that others have set up.
+  if (threadIdx.x < 32) {
+    named_arrive(0, C::kThreads);
+  } else {
+    named_sync(0, C::kThreads);
+  }
+  if (threadIdx.x >= 128) {
+    take_registers<C::kConsumerRegisters>();
+    Consumer<T, C>(p, plan, maps.o, shared, &packed).run();
+  } else {
     give_registers<C::kProducerRegisters>();
     if (threadIdx.x == 0 && !marked) {
       if constexpr (!C::kPackedMasks) produce<C, false>(p, plan, schedule, maps, packed, shared);
@@ -41,11 +49,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     } else if (marked && threadIdx.x / 32 == 2) {
       if constexpr (C::kMarks) find_tiles<C>(p, plan, schedule, packed, shared);
     }
-    if (threadIdx.x / 32 == 3) store_empty_tiles<T, C>(p, schedule);
-  } else {
-    take_registers<C::kConsumerRegisters>();
-    Consumer<T, C>(p, plan, maps.o, shared, &packed).run();
   }
+  if (threadIdx.x / 32 == 3) store_empty_tiles<T, C>(p, schedule);
 }
 
 }  // namespace flashonnx::sm90

@@ -89,23 +89,37 @@ struct Shared {
   __device__ __forceinline__ uint32_t found_free(int place) const {
     return v_free(C::kStages + place);
   }
-  // By one thread, before any other uses them. Consumers let go of Q by thread, as all read what is
-  // to be done with it, and of K and V by warp. `marked`: a warp finds tiles for the producer.
-  __device__ __forceinline__ void init_barriers(bool marked) const {
-    for (int i = 0; i < C::kBarriers; ++i) {
+  // By a warp, before any other uses them. Consumers let go of Q by thread, as all read what is to
+  // be done with it, and of K and V by warp; a warp finds tiles for the producer.
+  __device__ __forceinline__ void init_barriers() const {
+    constexpr int kFound = C::kBarriers - 4;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < C::kBarriers; i += 32) {
       const int consumers = C::kGroups * (i < 2 * C::kQueryStages ? 128 : 4);
-      barrier_init(barrier(i), i % 2 ? consumers : 1);
-    }
-    for (int place = 0; marked && place < 2; ++place) {
-      barrier_init(found_full(place), 32);
-      barrier_init(found_free(place), 1);
+      const int full = i < kFound ? 1 : 32, free = i < kFound ? consumers : 1;
+      barrier_init(barrier(i), i % 2 ? free : full);
     }
     fence_barrier_init();
+    __syncwarp();
   }
 
  private:
   __device__ __forceinline__ uint32_t barrier(int i) const { return base + C::kBarriersAt + 8 * i; }
 };
+
+// A tile's rows of V from `first` on become zeros, by a warpgroup.
+template <class C>
+__device__ __forceinline__ void clear_values(uint32_t tile, int first) {
+  constexpr int kChunks = C::kBoxRow / 16;
+  const uint32_t at = tile + threadIdx.x % kChunks * 16;
+  for (int row = first + threadIdx.x % 128 / kChunks; row < C::kKeys; row += 128 / kChunks) {
+#pragma unroll
+    for (int box = 0; box < C::kValueBoxes; ++box) {
+      const uint32_t to = at + (box * C::kKeys + row) * C::kBoxRow;
+      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+    }
+  }
+}
 
 // A position in a ring, and how often it has gone round, modulo 2: consumers wait for phase `round`
 // of a full barrier, the producer for the phase before of a free one.
