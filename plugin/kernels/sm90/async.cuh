@@ -139,9 +139,13 @@ __device__ __forceinline__ void named_arrive(int name, int threads) {
 }
 
 // Ends the thread where it stands: a return is a jump to the end of the kernel's code.
-[[noreturn]] __device__ __forceinline__ void exit_thread() {
-  asm volatile("exit;");
-  __builtin_unreachable();
+__device__ __forceinline__ void exit_if(bool condition) {
+  asm volatile(
+      "{\n"
+      ".reg .pred over;\n"
+      "setp.ne.u32 over, %0, 0;\n"
+      "@over exit;\n"
+      "}\n" ::"r"(static_cast<uint32_t>(condition)));
 }
 
 template <int kRegisters>

@@ -43,37 +43,39 @@ class Consumer {
       walk(scores, p, output, state);
       // What is shared is read again and again, which spares registers.
       const auto done = [&]() -> const Item& { return *shared_.item(queries_.stage_before()); };
-      const auto more = [&] { return item().work.batch >= 0; };
       queries_.advance();
-      RowState next = state;
-      if (next_item()) {
+      const bool more = next_item();
+      Ending ending;
+      if (more) {
         skip_keys();
         const uint2 mask = begin_scores(scores);
         begin_last_values(done(), p, output);
         wait_products<1>();
         fence_registers(scores);
-        next = weigh_first(mask, scores);
+        const RowState next = weigh_first(mask, scores);
         fence_registers(scores);
         end_last_values(output);
         skip_values();
+        ending = end_item(done(), output, state);
+        state = next;
+        if (!ending.slow) {
+          leave(done(), queries_.stage_before(), ending, output);
+          continue;
+        }
       } else {
         begin_last_values(done(), p, output);
         end_last_values(output);
-      }
-      const Ending<C> ending = end_item(done(), output, state);
-      state = next;
-      // Each way goes back, or ends, by itself, so that the common one does not pass by the rest.
-      if (ending.slow) {
-        store_slowly<T, C>(p_, plan_, lane_here(), done(), ending, output);
-        barrier_arrive(shared_.q_free(queries_.stage_before()));
-        if (!more()) return;
-      } else {
-        leave(done(), queries_.stage_before(), ending, output);
-        if (!more()) {
+        ending = end_item(done(), output, state);
+        if (!ending.slow) {
+          leave(done(), queries_.stage_before(), ending, output);
           settle_stores();
-          exit_thread();
+          exit_if(item().work.batch < 0);  // asked for again: see below
+          continue;
         }
       }
+      store_slowly<T, C>(p_, plan_, lane_here(), done(), ending, output);
+      barrier_arrive(shared_.q_free(queries_.stage_before()));
+      if (!more) return;
     }
   }
 
@@ -97,7 +99,7 @@ class Consumer {
       barrier_arrive(shared_.q_free(stage));
       begin_last_values(done, p, output);
       end_last_values(output);
-      const Ending<C> ending = end_item(done, output, state);
+      const Ending ending = end_item(done, output, state);
       if (ending.slow)
         store_slowly<T, C>(p_, plan_, lane_here(), done, ending, output);
       else
@@ -275,20 +277,19 @@ class Consumer {
   }
 
   // What is written of the warp's rows but the rows themselves.
-  __device__ __forceinline__ Ending<C> end_item(const Item& item,
-                                                const float (&output)[C::kOutputs],
-                                                const RowState& state) {
+  __device__ __forceinline__ Ending end_item(const Item& item, const float (&output)[C::kOutputs],
+                                             const RowState& state) {
     bool may_be_masked = p_.mask.data || p_.left >= 0 || p_.right >= 0;
     if (C::kGathered && p_.pages.table) may_be_masked = true;
     bool careful = !C::kGeneral && overflowed(state);
     if (may_be_masked) careful |= holds_nan<C>(output);
     careful = __any_sync(0xffffffffu, careful);
-    return Ending<C>(p_, plan_, lane_here(), item, careful, in_powers_of_2(state), output);
+    return end_rows<C>(p_, plan_, lane_here(), item, careful, in_powers_of_2(state), output);
   }
 
   // Where several tiles of queries have their places, the rows leave from where their queries were,
   // and that place is free when they have left.
-  __device__ __forceinline__ void leave(const Item& item, int stage, const Ending<C>& ending,
+  __device__ __forceinline__ void leave(const Item& item, int stage, const Ending& ending,
                                         const float (&output)[C::kOutputs]) {
     const Lane lane = lane_here();
     const uint32_t rows = queries(stage) + lane.warp * 16 * C::kBoxRow;

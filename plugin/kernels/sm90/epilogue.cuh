@@ -126,44 +126,47 @@ __device__ __forceinline__ void store_means(const Problem& p, const Work& work, 
   const int first = work.first_query + lane.group * 64 + lane.warp * 16;
 #pragma unroll 1
   for (int row = 0; row < min(16, p.q_length - first); ++row) {
-    if (empty[row / 8] >> row % 8 * 4 & 1) store_row<C>(p, work, first + row, lane.lane, 1.f, mean);
+    const uint32_t rows = row < 8 ? empty[0] : empty[1];
+    if (rows >> row % 8 * 4 & 1) store_row<C>(p, work, first + row, lane.lane, 1.f, mean);
   }
 }
 
-// What comes of a warp's rows after the last key. Writes all but the rows themselves.
-template <class C>
+// What comes of a warp's rows after the last key.
 struct Ending {
   float scale[2];     // of the thread's rows
   uint32_t empty[2];  // bit 4 i: row i of the warp, or i + 8, saw no key
   bool careful;       // the rows have to be computed again
   bool means;         // rows that saw no key get the mean of V
   bool slow;          // one of these, or elements have to be written one by one
-
-  __device__ __forceinline__ Ending(const Problem& p, const Plan& plan, const Lane& lane,
-                                    const ItemOf<C>& item, bool careful, const RowState& state,
-                                    const float (&output)[C::kOutputs])
-      : careful(careful) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int query = item.work.first_query + lane.first_row() + 8 * h;
-      const float summed = !C::kOnes || p.lse.data ? quad_sum(state.sum[h]) : 0.f;
-      const float sum = C::kOnes ? output[C::kValueDim / 2 + 2 * h] : summed;
-      scale[h] = normaliser(p, item.work.head, state.maximum[h], sum);
-      if (!careful && lane.quad == 0 && query < queries_of<C>(p, item)) {
-        store_lse(p, item.work, token_of<C>(item) + query,
-                  natural_lse(p, state.maximum[h], summed));
-      }
-      empty[h] = __ballot_sync(0xffffffffu, sum == 0.f);
-    }
-    means = p.empty_row_mean && (empty[0] | empty[1]) != 0;
-    slow = careful || means || plan.o_vectors == 0;
-  }
 };
+
+// Writes all but the rows themselves.
+template <class C>
+__device__ __forceinline__ Ending end_rows(const Problem& p, const Plan& plan, const Lane& lane,
+                                           const ItemOf<C>& item, bool careful,
+                                           const RowState& state,
+                                           const float (&output)[C::kOutputs]) {
+  Ending ending;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int query = item.work.first_query + lane.first_row() + 8 * h;
+    const float summed = !C::kOnes || p.lse.data ? quad_sum(state.sum[h]) : 0.f;
+    const float sum = C::kOnes ? output[C::kValueDim / 2 + 2 * h] : summed;
+    ending.scale[h] = normaliser(p, item.work.head, state.maximum[h], sum);
+    if (!careful && lane.quad == 0 && query < queries_of<C>(p, item))
+      store_lse(p, item.work, token_of<C>(item) + query, natural_lse(p, state.maximum[h], summed));
+    ending.empty[h] = __ballot_sync(0xffffffffu, sum == 0.f);
+  }
+  ending.careful = careful;
+  ending.means = p.empty_row_mean && (ending.empty[0] | ending.empty[1]) != 0;
+  ending.slow = careful || ending.means || plan.o_vectors == 0;
+  return ending;
+}
 
 // Rows that do not leave the common way.
 template <class T, class C>
 __device__ __forceinline__ void store_slowly(const Problem& p, const Plan& plan, const Lane& lane,
-                                             const ItemOf<C>& item, const Ending<C>& ending,
+                                             const ItemOf<C>& item, const Ending& ending,
                                              const float (&output)[C::kOutputs]) {
   if (ending.careful) {
     const int first_query = item.work.first_query + lane.group * 64 + lane.warp * 16;

@@ -465,9 +465,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   static_assert(C::kGathered && C::kValueDim == C::kDim && !C::kGeneral);
   extern __shared__ unsigned char memory[];
   const Shared<C> shared(memory);
-  if (threadIdx.x < 32) {
-    shared.init_barriers();
-    if (threadIdx.x == 0) DrawnPlaces<C>{shared}.init_barriers();
+  if (threadIdx.x == 0) {
+    shared.init_barriers(false);
+    DrawnPlaces<C>{shared}.init_barriers();
   }
   if constexpr (C::kOnes) shared.fill_ones(pack<T>(1.f, 1.f));
   __syncthreads();

@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   extern __shared__ unsigned char memory[];
   const Shared<C> shared(memory);
   const bool marked = C::kPackedMasks || (C::kGeneral && plan.mask_per_key);
-  if (threadIdx.x < 32) shared.init_barriers();
+  if (threadIdx.x == 0) shared.init_barriers(marked);
   if constexpr (C::kOnes) shared.fill_ones(pack<T>(1.f, 1.f));
   if constexpr (C::kBiasProduct) shared.fill_bias_operands(!plan.mask_per_key);
   if constexpr (C::kMarks) {

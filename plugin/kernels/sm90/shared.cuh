@@ -89,18 +89,18 @@ struct Shared {
   __device__ __forceinline__ uint32_t found_free(int place) const {
     return v_free(C::kStages + place);
   }
-  // By a warp, before any other uses them. Consumers let go of Q by thread, as all read what is to
-  // be done with it, and of K and V by warp; a warp finds tiles for the producer.
-  __device__ __forceinline__ void init_barriers() const {
-    constexpr int kFound = C::kBarriers - 4;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < C::kBarriers; i += 32) {
+  // By one thread, before any other uses them. Consumers let go of Q by thread, as all read what is
+  // to be done with it, and of K and V by warp. `marked`: a warp finds tiles for the producer.
+  __device__ __forceinline__ void init_barriers(bool marked) const {
+    for (int i = 0; i < C::kBarriers; ++i) {
       const int consumers = C::kGroups * (i < 2 * C::kQueryStages ? 128 : 4);
-      const int full = i < kFound ? 1 : 32, free = i < kFound ? consumers : 1;
-      barrier_init(barrier(i), i % 2 ? free : full);
+      barrier_init(barrier(i), i % 2 ? consumers : 1);
+    }
+    for (int place = 0; marked && place < 2; ++place) {
+      barrier_init(found_full(place), 32);
+      barrier_init(found_free(place), 1);
     }
     fence_barrier_init();
-    __syncwarp();
   }
 
  private:
