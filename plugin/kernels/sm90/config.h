@@ -63,6 +63,10 @@ struct Tiling {
   // registers (three groups, head size 128) or gains nothing (256).
   static constexpr bool kLeavesOutHidden = kDim == 64 && kGroups == 2 && !kMarks;
 
+  // What is rare at the end of a tile of queries has one copy, behind all that is common; with
+  // masks and pages that makes ptxas spill.
+  static constexpr bool kSharesSlowEnd = !kMarks;
+
   // Queries are copied to registers, where there are some left.
   static constexpr bool kHoldsQueries = kDim == 128 && !kGeneral;
 
@@ -119,6 +123,7 @@ using General256 = Tiling<256, 2, 64, 2, 1, false, Masks::kGeneral>;  //        
 template <class C>
 struct Gathered : C {
   static constexpr bool kGathered = true;
+  static constexpr bool kSharesSlowEnd = false;
   // Without turns two groups may fall into step and want the tensor cores at the same times, for as
   // long as a tile lasts (docs: two rhythms).
   static constexpr bool kTurns = true;

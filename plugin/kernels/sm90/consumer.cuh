@@ -37,16 +37,15 @@ class Consumer {
     fence_registers(scores);
     RowState state = weigh_first(mask, scores);
     skip_values();
+    if constexpr (!C::kSharesSlowEnd) clear(output), pack_scores<T, C>(scores, p);
     while (true) {
-      clear(output);
-      pack_scores<T, C>(scores, p);
+      if constexpr (C::kSharesSlowEnd) clear(output), pack_scores<T, C>(scores, p);
       walk(scores, p, output, state);
       // What is shared is read again and again, which spares registers.
       const auto done = [&]() -> const Item& { return *shared_.item(queries_.stage_before()); };
       queries_.advance();
-      const bool more = next_item();
       Ending ending;
-      if (more) {
+      if (next_item()) {
         skip_keys();
         const uint2 mask = begin_scores(scores);
         begin_last_values(done(), p, output);
@@ -56,6 +55,12 @@ class Consumer {
         fence_registers(scores);
         end_last_values(output);
         skip_values();
+        if constexpr (!C::kSharesSlowEnd) {
+          finish_item(done(), queries_.stage_before(), output, state);
+          state = next;
+          clear(output), pack_scores<T, C>(scores, p);
+          continue;
+        }
         ending = end_item(done(), output, state);
         state = next;
         if (!ending.slow) {
@@ -65,17 +70,21 @@ class Consumer {
       } else {
         begin_last_values(done(), p, output);
         end_last_values(output);
+        if constexpr (!C::kSharesSlowEnd) {
+          finish_item(done(), queries_.stage_before(), output, state);
+          return settle_stores();
+        }
         ending = end_item(done(), output, state);
         if (!ending.slow) {
           leave(done(), queries_.stage_before(), ending, output);
           settle_stores();
-          exit_if(item().work.batch < 0);  // asked for again: see below
+          exit_if(item().work.batch < 0);  // it is; so that this stays beside the loop's code
           continue;
         }
       }
       store_slowly<T, C>(p_, plan_, lane_here(), done(), ending, output);
       barrier_arrive(shared_.q_free(queries_.stage_before()));
-      if (!more) return;
+      if (item().work.batch < 0) return;
     }
   }
 
@@ -99,17 +108,8 @@ class Consumer {
       barrier_arrive(shared_.q_free(stage));
       begin_last_values(done, p, output);
       end_last_values(output);
-      const Ending ending = end_item(done, output, state);
-      if (ending.slow)
-        store_slowly<T, C>(p_, plan_, lane_here(), done, ending, output);
-      else
-        leave(done, stage, ending, output);
+      finish_item(done, stage, output, state);
     }
-  }
-
-  __device__ __forceinline__ static void clear(float (&output)[C::kOutputs]) {
-#pragma unroll
-    for (int i = 0; i < C::kOutputs; ++i) output[i] = 0.f;
   }
 
   // Waits for the next tile of queries; false if there is none.
@@ -284,7 +284,17 @@ class Consumer {
     bool careful = !C::kGeneral && overflowed(state);
     if (may_be_masked) careful |= holds_nan<C>(output);
     careful = __any_sync(0xffffffffu, careful);
-    return end_rows<C>(p_, plan_, lane_here(), item, careful, in_powers_of_2(state), output);
+    return end_rows<C>(p_, plan_, lane_here(), item, careful, general().in_powers_of_2(state),
+                       output);
+  }
+
+  __device__ __forceinline__ void finish_item(const Item& item, int stage,
+                                              const float (&output)[C::kOutputs],
+                                              const RowState& state) {
+    const Ending ending = end_item(item, output, state);
+    if (!ending.slow) return leave(item, stage, ending, output);
+    store_slowly<T, C>(p_, plan_, lane_here(), item, ending, output);
+    if constexpr (C::kQueryStages > 1) barrier_arrive(shared_.q_free(stage));
   }
 
   // Where several tiles of queries have their places, the rows leave from where their queries were,
@@ -298,19 +308,6 @@ class Consumer {
       leaving_ = leaving;
       if (!leaving) barrier_arrive(shared_.q_free(stage));
     }
-  }
-
-  __device__ __forceinline__ RowState in_powers_of_2(RowState state) const {
-#pragma unroll
-    for (int h = 0; C::kGeneral && h < 2; ++h)
-      state.maximum[h] =
-          fmaxf(general().template unit<Look::kBounds>() * state.maximum[h], -FLT_MAX);
-    // As products biases were bounded before they were powers of 2.
-    const float least = -0.99f * kLargestBias * fminf(plan_.factor, 1.f);
-#pragma unroll
-    for (int h = 0; C::kBiasProduct && h < 2; ++h)
-      if (state.maximum[h] <= least) state.maximum[h] = -kLargestBias;
-    return state;
   }
 
   // Lets go of the place of the queries before these once their rows have left it.

@@ -176,6 +176,12 @@ __device__ __forceinline__ void multiply_values(const uint32_t (&p)[C::kScores /
   fence_registers(output);
 }
 
+template <int n>
+__device__ __forceinline__ void clear(float (&x)[n]) {
+#pragma unroll
+  for (int i = 0; i < n; ++i) x[i] = 0.f;
+}
+
 // Copies a warp's 16 rows of Q to registers, laid out as the A operand.
 template <class C>
 __device__ __forceinline__ void hold_queries(uint32_t rows, int lane,
