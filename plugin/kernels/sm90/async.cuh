@@ -157,6 +157,16 @@ __device__ __forceinline__ void named_arrive(int name, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
+// Ends the thread where it stands: a return is a jump to the end of the kernel's code.
+__device__ __forceinline__ void exit_if(bool condition) {
+  asm volatile(
+      "{\n"
+      ".reg .pred over;\n"
+      "setp.ne.u32 over, %0, 0;\n"
+      "@over exit;\n"
+      "}\n" ::"r"(static_cast<uint32_t>(condition)));
+}
+
 template <int kRegisters>
 __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));

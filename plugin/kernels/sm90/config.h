@@ -64,6 +64,10 @@ struct Tiling {
   // registers (three groups, head size 128) or gains nothing (256).
   static constexpr bool kLeavesOutHidden = kDim == 64 && kGroups == 2 && !kMarks;
 
+  // What is rare at the end of a tile of queries has one copy, behind all that is common; with
+  // masks and pages that makes ptxas spill.
+  static constexpr bool kSharesSlowEnd = !kMarks;
+
   // Queries are copied to registers, where there are some left.
   static constexpr bool kHoldsQueries = kDim == 128 && !kGeneral;
 
@@ -127,6 +131,7 @@ struct Biased : C {
 template <class C>
 struct Gathered : C {
   static constexpr bool kGathered = true;
+  static constexpr bool kSharesSlowEnd = false;
   // Without turns two groups may fall into step and want the tensor cores at the same times, for as
   // long as a tile lasts (docs: two rhythms).
   static constexpr bool kTurns = true;

@@ -21,31 +21,31 @@ class Consumer {
 
   __device__ __forceinline__ void run() {
     if (C::kTurns && lane_.group == C::kGroups - 1) end_turn();  // the first turn is group 0's
+    if constexpr (C::kQueryStages > 1) return run_overlapped();
+    run_one_by_one();
+  }
+
+ private:
+  // The next tile's first products and softmax are made beside the last ones of the tile at hand.
+  __device__ __forceinline__ void run_overlapped() {
     if (!next_item()) return;
     float output[C::kOutputs], scores[C::kScores];
     uint32_t p[C::kScores / 2];
-    clear(output);
     skip_keys();
     const uint2 mask = begin_scores(scores);
     wait_products<0>();
     fence_registers(scores);
     RowState state = weigh_first(mask, scores);
     skip_values();
-    pack_scores<T, C>(scores, p);
+    if constexpr (!C::kSharesSlowEnd) clear(output), pack_scores<T, C>(scores, p);
     while (true) {
+      if constexpr (C::kSharesSlowEnd) clear(output), pack_scores<T, C>(scores, p);
       walk(scores, p, output, state);
-      if constexpr (C::kQueryStages > 1) {
-        // What is shared is read again and again, which spares registers.
-        const auto done = [&]() -> const Item& { return *shared_.item(queries_.stage_before()); };
-        queries_.advance();
-        if (!next_item()) {
-          begin_last_values(done(), p, output);
-          end_last_values(output);
-          finish_item(done(), queries_.stage_before(), output, state);
-          settle_stores();
-          return;
-        }
-        // The next tile's first products and softmax are made beside this one's last.
+      // What is shared is read again and again, which spares registers.
+      const auto done = [&]() -> const Item& { return *shared_.item(queries_.stage_before()); };
+      queries_.advance();
+      Ending ending;
+      if (next_item()) {
         skip_keys();
         const uint2 mask = begin_scores(scores);
         begin_last_values(done(), p, output);
@@ -55,34 +55,61 @@ class Consumer {
         fence_registers(scores);
         end_last_values(output);
         skip_values();
-        finish_item(done(), queries_.stage_before(), output, state);
+        if constexpr (!C::kSharesSlowEnd) {
+          finish_item(done(), queries_.stage_before(), output, state);
+          state = next;
+          clear(output), pack_scores<T, C>(scores, p);
+          continue;
+        }
+        ending = end_item(done(), output, state);
         state = next;
+        if (!ending.slow) {
+          leave(done(), queries_.stage_before(), ending, output);
+          continue;
+        }
       } else {
-        // The next queries, and what is to be done with them, come to where these are.
-        const int stage = queries_.stage();
-        const Item done = item();
-        queries_.advance();
-        barrier_arrive(shared_.q_free(stage));
-        begin_last_values(done, p, output);
+        begin_last_values(done(), p, output);
         end_last_values(output);
-        finish_item(done, stage, output, state);
-        if (!next_item()) return;
-        skip_keys();
-        skip_values();
-        const uint2 mask = begin_scores(scores);
-        wait_products<0>();
-        fence_registers(scores);
-        state = weigh_first(mask, scores);
+        if constexpr (!C::kSharesSlowEnd) {
+          finish_item(done(), queries_.stage_before(), output, state);
+          return settle_stores();
+        }
+        ending = end_item(done(), output, state);
+        if (!ending.slow) {
+          leave(done(), queries_.stage_before(), ending, output);
+          settle_stores();
+          exit_if(item().work.batch < 0);  // it is; so that this stays beside the loop's code
+          continue;
+        }
       }
-      clear(output);
-      pack_scores<T, C>(scores, p);
+      store_slowly<T, C>(p_, plan_, lane_here(), done(), ending, output);
+      barrier_arrive(shared_.q_free(queries_.stage_before()));
+      if (item().work.batch < 0) return;
     }
   }
 
- private:
-  __device__ __forceinline__ static void clear(float (&output)[C::kOutputs]) {
-#pragma unroll
-    for (int i = 0; i < C::kOutputs; ++i) output[i] = 0.f;
+  // The next queries, and what is to be done with them, come to where these are.
+  __device__ __forceinline__ void run_one_by_one() {
+    while (next_item()) {
+      float output[C::kOutputs], scores[C::kScores];
+      uint32_t p[C::kScores / 2];
+      skip_keys();
+      skip_values();
+      const uint2 mask = begin_scores(scores);
+      wait_products<0>();
+      fence_registers(scores);
+      RowState state = weigh_first(mask, scores);
+      clear(output);
+      pack_scores<T, C>(scores, p);
+      walk(scores, p, output, state);
+      const int stage = queries_.stage();
+      const Item done = item();
+      queries_.advance();
+      barrier_arrive(shared_.q_free(stage));
+      begin_last_values(done, p, output);
+      end_last_values(output);
+      finish_item(done, stage, output, state);
+    }
   }
 
   // Waits for the next tile of queries; false if there is none.
@@ -120,7 +147,8 @@ class Consumer {
 
   // Starts Q K^T of the last tile of keys. Returns what it reads of a mask.
   __device__ __forceinline__ uint2 begin_scores(float (&scores)[C::kScores]) {
-    if constexpr (C::kHoldsQueries) hold_queries();
+    if constexpr (C::kHoldsQueries)
+      hold_queries<C>(queries(queries_.stage()) + lane_.warp * 16 * C::kBoxRow, lane_.lane, held_);
     const auto& q = operand_queries();
     const Descriptor k = described_keys();
     const BiasOperands biases = bias_operands<Look::kBounds>();
@@ -175,8 +203,8 @@ class Consumer {
     return skips && ends_early(item().span) ? 0 : run;
   }
 
-  // How many tiles from this one on are plain: they, and the values of the tiles after them, need
-  // no look at bounds. Made anew each time, which spares registers.
+  // How many tiles from this one on need no look at bounds, nor do the values of those after them.
+  // Made anew each time, which spares registers.
   __device__ __forceinline__ int plain_tiles(int tile) const {
     const Span& span = item().span;
     const int first_query = item().work.first_query + lane_here().group * 64;
@@ -248,39 +276,37 @@ class Consumer {
     values_.advance();
   }
 
-  // Writes the warp's rows of the output. Where several tiles of queries have their places, the
-  // rows leave from where their queries were, and that place is free when they have left.
-  __device__ __forceinline__ void finish_item(const Item& item, int stage,
-                                              float (&output)[C::kOutputs], const RowState& state) {
-    const Lane lane = lane_here();
+  // What is written of the warp's rows but the rows themselves.
+  __device__ __forceinline__ Ending end_item(const Item& item, float (&output)[C::kOutputs],
+                                             const RowState& state) {
     bool may_be_masked = p_.mask.data || p_.left >= 0 || p_.right >= 0;
     if (C::kGathered && p_.pages.table) may_be_masked = true;
     bool careful = !C::kGeneral && overflowed(state);
     if (may_be_masked) careful |= holds_nan<C>(output);
-    bool leaving = false;
-    if (__any_sync(0xffffffffu, careful)) {
-      attend_carefully<T, C>(p_, plan_, item, first_query_of_warp(item.work), lane.lane);
-    } else {
-      const uint32_t rows = queries(stage) + lane.warp * 16 * C::kBoxRow;
-      leaving = finish<T, C>(p_, plan_, o_map_, lane, item, rows, in_powers_of_2(state), output);
-    }
+    careful = __any_sync(0xffffffffu, careful);
+    return end_rows<T, C>(p_, plan_, lane_here(), item, careful, general().in_powers_of_2(state),
+                          output);
+  }
+
+  __device__ __forceinline__ void finish_item(const Item& item, int stage,
+                                              float (&output)[C::kOutputs], const RowState& state) {
+    const Ending ending = end_item(item, output, state);
+    if (!ending.slow) return leave(item, stage, ending, output);
+    store_slowly<T, C>(p_, plan_, lane_here(), item, ending, output);
+    if constexpr (C::kQueryStages > 1) barrier_arrive(shared_.q_free(stage));
+  }
+
+  // Where several tiles of queries have their places, the rows leave from where their queries were,
+  // and that place is free when they have left.
+  __device__ __forceinline__ void leave(const Item& item, int stage, const Ending& ending,
+                                        const float (&output)[C::kOutputs]) {
+    const Lane lane = lane_here();
+    const uint32_t rows = queries(stage) + lane.warp * 16 * C::kBoxRow;
+    const bool leaving = store_rows<T, C>(p_, o_map_, lane, item, rows, ending.scale, output);
     if constexpr (C::kQueryStages > 1) {
       leaving_ = leaving;
       if (!leaving) barrier_arrive(shared_.q_free(stage));
     }
-  }
-
-  __device__ __forceinline__ RowState in_powers_of_2(RowState state) const {
-#pragma unroll
-    for (int h = 0; C::kGeneral && h < 2; ++h)
-      state.maximum[h] =
-          fmaxf(general().template unit<Look::kBounds>() * state.maximum[h], -FLT_MAX);
-    // As products biases were bounded before they were powers of 2.
-    const float least = -0.99f * kLargestBias * fminf(plan_.factor, 1.f);
-#pragma unroll
-    for (int h = 0; C::kBiasProduct && h < 2; ++h)
-      if (state.maximum[h] <= least) state.maximum[h] = -kLargestBias;
-    return state;
   }
 
   // Lets go of the place of the queries before these once their rows have left it.
@@ -379,7 +405,7 @@ class Consumer {
   // The general kernel's part.
   __device__ __forceinline__ General<T, C> general() const { return {p_, plan_}; }
 
-  // Whether V has rows past the entry's length, be they the next one's: gathered, in the last tile.
+  // Whether V has rows past the entry's length: gathered, in the last tile, the next one's.
   __device__ __forceinline__ bool ends_early(const Span& span) const {
     return span.range.limit < (C::kGathered ? (span.last_tile + 1) * C::kKeys : p_.key_length);
   }
@@ -391,11 +417,8 @@ class Consumer {
 
   // Whether biases are added to the tile's products: of pages that are missing.
   __device__ __forceinline__ bool adds_biases() const {
-    if constexpr (C::kGathered) {
-      return item().biased && *shared_.biased(keys_.stage());
-    } else {
-      return false;
-    }
+    if constexpr (C::kGathered) return item().biased && *shared_.biased(keys_.stage());
+    return false;
   }
 
   // Rows of V between the batch entry's length and the tensor's end may hold anything: zeros
@@ -404,15 +427,7 @@ class Consumer {
     barrier_wait(shared_.v_full(values_.stage()), values_.round());
     const int limit = max(span.range.limit - tile * C::kKeys, 0);
     if (limit >= C::kKeys || !ends_early(span)) return;
-    const uint32_t at = shared_.v(values_.stage()) + threadIdx.x % 128 % (C::kBoxRow / 16) * 16;
-    for (int row = limit + threadIdx.x % 128 / (C::kBoxRow / 16); row < C::kKeys;
-         row += 128 / (C::kBoxRow / 16)) {
-#pragma unroll
-      for (int box = 0; box < C::kValueBoxes; ++box) {
-        const uint32_t to = at + (box * C::kKeys + row) * C::kBoxRow;
-        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
-      }
-    }
+    clear_values<C>(shared_.v(values_.stage()), limit);
     fence_async();
     named_sync(1 + C::kGroups + lane_.group, 128);
   }
@@ -428,18 +443,6 @@ class Consumer {
   }
   __device__ __forceinline__ void end_turn() {
     if constexpr (C::kTurns) named_arrive(1 + (lane_.group + 1) % C::kGroups, 256);
-  }
-
-  // Copies the warp's queries to registers, laid out as the A operand.
-  __device__ __forceinline__ void hold_queries() {
-    const int row = lane_.lane % 16, half = lane_.lane / 16;  // of what this lane addresses
-    const uint32_t at = queries(queries_.stage()) + (lane_.warp * 16 + row) * C::kBoxRow;
-    static_assert(!C::kHoldsQueries || C::kBoxRow == 128);
-#pragma unroll
-    for (int d = 0; d < C::kDim; d += 16) {
-      const uint32_t box = at + d / C::kBox * C::kQueries * C::kBoxRow;
-      load_matrices(held_[d / 16], box + ((d % C::kBox / 8 + half) ^ row % 8) * 16);
-    }
   }
 
   // The tiles at hand, for products.

@@ -126,61 +126,89 @@ __device__ __forceinline__ void store_means(const Problem& p, const Work& work, 
   const int first = work.first_query + lane.group * 64 + lane.warp * 16;
 #pragma unroll 1
   for (int row = 0; row < min(16, p.q_length - first); ++row) {
-    if (empty[row / 8] >> row % 8 * 4 & 1) store_row<C>(p, work, first + row, lane.lane, 1.f, mean);
+    const uint32_t rows = row < 8 ? empty[0] : empty[1];
+    if (rows >> row % 8 * 4 & 1) store_row<C>(p, work, first + row, lane.lane, 1.f, mean);
   }
 }
 
-// Everything after the last key. `rows`: where the warp's rows of Q were, in shared memory. Returns
-// whether the copy engine is reading from there.
+// What comes of a warp's rows after the last key.
+struct Ending {
+  float scale[2];     // of the thread's rows
+  uint32_t empty[2];  // bit 4 i: row i of the warp, or i + 8, saw no key
+  bool careful;       // the rows have to be computed again
+  bool means;         // rows that saw no key get the mean of V
+  bool slow;          // one of these, or elements have to be written one by one
+};
+
+// Writes all but the rows themselves, which lack nothing then but their normalisers.
 template <class T, class C>
-__device__ __forceinline__ bool finish(const Problem& p, const Plan& plan, const CUtensorMap& map,
-                                       const Lane& lane, const ItemOf<C>& item, uint32_t rows,
-                                       const RowState& state, float (&output)[C::kOutputs]) {
-  const Work& work = item.work;
-  uint32_t empty[2];
-  float scale[2], sums[2];
+__device__ __forceinline__ Ending end_rows(const Problem& p, const Plan& plan, const Lane& lane,
+                                           const ItemOf<C>& item, bool careful,
+                                           const RowState& state, float (&output)[C::kOutputs]) {
+  Ending ending;
+  float sums[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int query = work.first_query + lane.first_row() + 8 * h;
+    const int query = item.work.first_query + lane.first_row() + 8 * h;
     const float summed = !C::kOnes || p.lse.data ? quad_sum(state.sum[h]) : 0.f;
     const float sum = C::kOnes ? output[C::kValueDim / 2 + 2 * h] : summed;
     sums[h] = sum;
-    scale[h] = normaliser(p, work.head, state.maximum[h], sum);
-    if (lane.quad == 0 && query < queries_of<C>(p, item))
-      store_lse(p, work, token_of<C>(item) + query, natural_lse(p, state.maximum[h], summed));
-    empty[h] = __ballot_sync(0xffffffffu, sum == 0.f);
+    ending.scale[h] = normaliser(p, item.work.head, state.maximum[h], sum);
+    if (!careful && lane.quad == 0 && query < queries_of<C>(p, item))
+      store_lse(p, item.work, token_of<C>(item) + query, natural_lse(p, state.maximum[h], summed));
+    ending.empty[h] = __ballot_sync(0xffffffffu, sum == 0.f);
   }
-  if constexpr (C::kBiased) add_value_bias<T, C>(p, work.kv_head, lane.quad, sums, output);
-  const bool means = p.empty_row_mean && (empty[0] | empty[1]) != 0;
-  if (plan.o_vectors && !means) {
-    if constexpr (C::kQueryStages == 1) {
-      store_vectors<T, C>(p, lane, item, scale, output);
+  if constexpr (C::kBiased) add_value_bias<T, C>(p, item.work.kv_head, lane.quad, sums, output);
+  ending.careful = careful;
+  ending.means = p.empty_row_mean && (ending.empty[0] | ending.empty[1]) != 0;
+  ending.slow = careful || ending.means || plan.o_vectors == 0;
+  return ending;
+}
+
+// Rows that do not leave the common way.
+template <class T, class C>
+__device__ __forceinline__ void store_slowly(const Problem& p, const Plan& plan, const Lane& lane,
+                                             const ItemOf<C>& item, const Ending& ending,
+                                             const float (&output)[C::kOutputs]) {
+  if (ending.careful) {
+    const int first_query = item.work.first_query + lane.group * 64 + lane.warp * 16;
+    attend_carefully<T, C>(p, plan, item, first_query, lane.lane);
+  } else {
+    store_elements<C>(p, lane, item, ending.scale, output);
+    if (ending.means) store_means<T, C>(p, item.work, lane, ending.empty);
+  }
+}
+
+// The rows leave. `rows`: where the warp's rows of Q were, in shared memory. Returns whether the
+// copy engine is reading from there.
+template <class T, class C>
+__device__ __forceinline__ bool store_rows(const Problem& p, const CUtensorMap& map,
+                                           const Lane& lane, const ItemOf<C>& item, uint32_t rows,
+                                           const float (&scale)[2],
+                                           const float (&output)[C::kOutputs]) {
+  if constexpr (C::kQueryStages == 1) {
+    store_vectors<T, C>(p, lane, item, scale, output);
+    return false;
+  }
+  stage_rows<T, C>(lane, rows, scale, output);
+  const int first_query = item.work.first_query + lane.group * 64 + lane.warp * 16;
+  if constexpr (C::kGathered) {
+    if (p.ragged.queries && first_query + 16 > item.queries) {
+      store_staged_rows<T, C>(p, lane, rows, place_of_row<C>(p, item, first_query),
+                              item.queries - first_query);
       return false;
     }
-    stage_rows<T, C>(lane, rows, scale, output);
-    if constexpr (C::kGathered) {
-      const int first = work.first_query + lane.group * 64 + lane.warp * 16;
-      if (p.ragged.queries && first + 16 > item.queries) {
-        store_staged_rows<T, C>(p, lane, rows, place_of_row<C>(p, item, first),
-                                item.queries - first);
-        return false;
-      }
-    }
-    if (lane.lane == 0) {
-      const int first = token_of<C>(item) + work.first_query + lane.group * 64 + lane.warp * 16;
-      const int batch = C::kGathered && p.ragged.queries ? 0 : work.batch;
-#pragma unroll
-      for (int box = 0; box < C::kValueBoxes; ++box) {
-        store_box(&map, rows + box * C::kQueries * C::kBoxRow, box * C::kBox, first, work.head,
-                  batch);
-      }
-      commit_stores();
-    }
-    return true;
   }
-  store_elements<C>(p, lane, item, scale, output);
-  if (means) store_means<T, C>(p, work, lane, empty);
-  return false;
+  if (lane.lane == 0) {
+    const int batch = C::kGathered && p.ragged.queries ? 0 : item.work.batch;
+#pragma unroll
+    for (int box = 0; box < C::kValueBoxes; ++box) {
+      store_box(&map, rows + box * C::kQueries * C::kBoxRow, box * C::kBox,
+                token_of<C>(item) + first_query, item.work.head, batch);
+    }
+    commit_stores();
+  }
+  return true;
 }
 
 }  // namespace flashonnx::sm90

@@ -75,6 +75,19 @@ struct General {
     }
   }
 
+  // As maxima are kept in other kernels.
+  __device__ __forceinline__ RowState in_powers_of_2(RowState state) const {
+#pragma unroll
+    for (int h = 0; C::kGeneral && h < 2; ++h)
+      state.maximum[h] = fmaxf(unit<Look::kBounds>() * state.maximum[h], -FLT_MAX);
+    // As products biases were bounded before they were powers of 2.
+    const float least = -0.99f * kLargestBias * fminf(plan.factor, 1.f);
+#pragma unroll
+    for (int h = 0; C::kBiasProduct && h < 2; ++h)
+      if (state.maximum[h] <= least) state.maximum[h] = -kLargestBias;
+    return state;
+  }
+
  private:
   static constexpr bool kReadsEarly = C::kGeneral && C::kGroups == 2;
 

@@ -33,8 +33,16 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     if (packed.tile_count > 0) wait_for_predecessor();
     if (packed.tile_count > 0 && !plan.mask_per_key && !is_meant<C>(packed)) return;
   }
-  __syncthreads();
-  if (threadIdx.x < 128) {
+  // The first warp needs nothing that others have set up.
+  if (threadIdx.x < 32) {
+    named_arrive(0, C::kThreads);
+  } else {
+    named_sync(0, C::kThreads);
+  }
+  if (threadIdx.x >= 128) {
+    take_registers<C::kConsumerRegisters>();
+    Consumer<T, C>(p, plan, maps.o, shared, &packed).run();
+  } else {
     give_registers<C::kProducerRegisters>();
     if (threadIdx.x == 0 && !marked) {
       if constexpr (!C::kPackedMasks) produce<C, false>(p, plan, schedule, maps, packed, shared);
@@ -45,11 +53,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     }
     if constexpr (C::kBiased)
       if (threadIdx.x / 32 == 1 || threadIdx.x / 32 == 2) add_query_biases<T, C>(p, shared);
-    if (threadIdx.x / 32 == 3) store_empty_tiles<T, C>(p, schedule);
-  } else {
-    take_registers<C::kConsumerRegisters>();
-    Consumer<T, C>(p, plan, maps.o, shared, &packed).run();
   }
+  if (threadIdx.x / 32 == 3) store_empty_tiles<T, C>(p, schedule);
 }
 
 }  // namespace flashonnx::sm90

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "kernels/common/arithmetic.cuh"
+#include "kernels/sm90/async.cuh"
 #include "kernels/sm90/config.h"
 
 namespace flashonnx::sm90 {
@@ -173,6 +174,26 @@ __device__ __forceinline__ void multiply_values(const uint32_t (&p)[C::kScores /
   }
   commit_products();
   fence_registers(output);
+}
+
+template <int n>
+__device__ __forceinline__ void clear(float (&x)[n]) {
+#pragma unroll
+  for (int i = 0; i < n; ++i) x[i] = 0.f;
+}
+
+// Copies a warp's 16 rows of Q to registers, laid out as the A operand.
+template <class C>
+__device__ __forceinline__ void hold_queries(uint32_t rows, int lane,
+                                             uint32_t (&held)[C::kDim / 16][4]) {
+  static_assert(C::kBoxRow == 128);
+  const int row = lane % 16, half = lane / 16;  // of what this lane addresses
+  const uint32_t at = rows + row * C::kBoxRow;
+#pragma unroll
+  for (int d = 0; d < C::kDim; d += 16) {
+    const uint32_t box = at + d / C::kBox * C::kQueries * C::kBoxRow;
+    load_matrices(held[d / 16], box + ((d % C::kBox / 8 + half) ^ row % 8) * 16);
+  }
 }
 
 }  // namespace flashonnx::sm90

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/common/bias.cuh"
+#include "kernels/common/overlap.cuh"
 #include "kernels/sm90/careful.cuh"
 #include "kernels/sm90/schedule.h"
 #include "kernels/sm90/visible.cuh"
@@ -44,6 +45,7 @@ __device__ __forceinline__ void produce(const Problem& p, const Plan& plan,
                                         const Schedule& schedule, const Maps& maps,
                                         const PackedMask& packed, const Shared<C>& shared) {
   prefetch(&maps.q), prefetch(&maps.k), prefetch(&maps.v);
+  wait_for_predecessor();
   Ring<C::kQueryStages> queries;
   Ring<C::kStages> keys, values;
   Work values_of = {};
@@ -171,6 +173,7 @@ __device__ __forceinline__ void find_tiles(const Problem& p, const Plan& plan,
 template <class T, class C>
 __device__ __forceinline__ void store_empty_tiles(const Problem& p, const Schedule& schedule) {
   const int lane = threadIdx.x % 32;
+  wait_for_predecessor();
   for (int turn = 0; turn < schedule.turns; ++turn) {
     Work work;
     if (!schedule.work(turn, blockIdx.x, gridDim.x, C::kQueries, &work)) continue;

@@ -117,6 +117,20 @@ struct Shared {
   __device__ __forceinline__ uint32_t barrier(int i) const { return base + C::kBarriersAt + 8 * i; }
 };
 
+// A tile's rows of V from `first` on become zeros, by a warpgroup.
+template <class C>
+__device__ __forceinline__ void clear_values(uint32_t tile, int first) {
+  constexpr int kChunks = C::kBoxRow / 16;
+  const uint32_t at = tile + threadIdx.x % kChunks * 16;
+  for (int row = first + threadIdx.x % 128 / kChunks; row < C::kKeys; row += 128 / kChunks) {
+#pragma unroll
+    for (int box = 0; box < C::kValueBoxes; ++box) {
+      const uint32_t to = at + (box * C::kKeys + row) * C::kBoxRow;
+      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+    }
+  }
+}
+
 // A position in a ring, and how often it has gone round, modulo 2: consumers wait for phase `round`
 // of a full barrier, the producer for the phase before of a free one.
 template <int kStages>
