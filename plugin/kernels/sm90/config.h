@@ -63,6 +63,9 @@ struct Tiling {
   // registers (three groups, head size 128) or gains nothing (256).
   static constexpr bool kLeavesOutHidden = kDim == 64 && kGroups == 2 && !kMarks;
 
+  // P of plain tiles is packed beside the exponentials.
+  static constexpr bool kPacksEarly = !kOnes && !kMarks && kDim < 256;
+
   // Queries are copied to registers, where there are some left.
   static constexpr bool kHoldsQueries = kDim == 128 && !kGeneral;
 

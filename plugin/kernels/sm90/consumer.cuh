@@ -40,7 +40,7 @@ class Consumer {
         queries_.advance();
         if (!next_item()) {
           begin_last_values(done(), p, output);
-          end_last_values(output);
+          end_values(output);
           finish_item(done(), queries_.stage_before(), output, state);
           settle_stores();
           return;
@@ -53,7 +53,7 @@ class Consumer {
         fence_registers(scores);
         const RowState next = weigh_first(mask, scores);
         fence_registers(scores);
-        end_last_values(output);
+        end_values(output);
         skip_values();
         finish_item(done(), queries_.stage_before(), output, state);
         state = next;
@@ -64,7 +64,7 @@ class Consumer {
         queries_.advance();
         barrier_arrive(shared_.q_free(stage));
         begin_last_values(done, p, output);
-        end_last_values(output);
+        end_values(output);
         finish_item(done, stage, output, state);
         if (!next_item()) return;
         skip_keys();
@@ -217,6 +217,14 @@ class Consumer {
     const bool near = stays_near<kLook>(mask, state);
     wait_products<1>();
     fence_registers(scores);
+    if constexpr (C::kPacksEarly && kLook == Look::kNone) {
+      release(shared_.k_free(keys_.stage()));
+      keys_.advance();
+      const Raise raise = exponentiate_and_pack<T, C>(plan_.factor, scores, p, state,
+                                                      [&] { end_values(output); });
+      if (raise.any) rescale<C>(raise, output);
+      return;
+    }
     const Raise raise = weigh<kLook>(tile, near, mask, pairs, scores, state);
     fence_registers(scores);
     // The branch keeps exponentials before the wait for the products that they are meant to run
@@ -226,10 +234,7 @@ class Consumer {
       fence_registers(output);
       rescale<C>(raise, output);
     }
-    wait_products<0>();
-    fence_registers(output);
-    release(shared_.v_free(values_.stage()));
-    values_.advance();
+    end_values(output);
     pack_scores<T, C>(scores, p);
   }
 
@@ -241,7 +246,8 @@ class Consumer {
     wait_for_values(span, span.first_tile);
     multiply_values<T, C>(p, v, output);
   }
-  __device__ __forceinline__ void end_last_values(float (&output)[C::kOutputs]) {
+  // Waits for the product with V, and lets go of these.
+  __device__ __forceinline__ void end_values(float (&output)[C::kOutputs]) {
     wait_products<0>();
     fence_registers(output);
     release(shared_.v_free(values_.stage()));
@@ -346,7 +352,7 @@ class Consumer {
       }
     }
     // Sums that tensor cores make are of rounded P: right for what they divide, too coarse for lse.
-    if (!C::kOnes || p_.lse.data) add_up<C>(scores, state);
+    if (C::kOnes ? p_.lse.data != nullptr : !near) add_up(row_sums<C>(scores), state);
     return raise;
   }
 
