@@ -100,9 +100,8 @@ class Consumer {
     const bool skips =
         span.last_tile > span.first_tile &&
         (end <= span.last_tile * C::kKeys || first_query >= queries_of<C>(p_, item()));
-    last_tile_ = span.last_tile;
+    last_tile_ = span.last_tile - (skips ? 1 : 0);
     if (!skips) return;
-    --last_tile_;
     if constexpr (C::kMarks)
       if (marked()) last_tile_ = last_visible(item().marks.visible, last_tile_, span.first_tile);
     barrier_wait(shared_.k_full(keys_.stage()), keys_.round());
@@ -217,12 +216,11 @@ class Consumer {
     const bool near = stays_near<kLook>(mask, state);
     wait_products<1>();
     fence_registers(scores);
-    if constexpr (C::kPacksEarly && kLook == Look::kNone) {
+    if (C::kPacksEarly && near) {
       release(shared_.k_free(keys_.stage()));
       keys_.advance();
-      const Raise raise = exponentiate_and_pack<T, C>(plan_.factor, scores, p, state,
-                                                      [&] { end_values(output); });
-      if (raise.any) rescale<C>(raise, output);
+      const auto end_product = [&] { end_values(output); };
+      exponentiate_and_pack<T, C>(plan_.factor, scores, p, output, state, end_product);
       return;
     }
     const Raise raise = weigh<kLook>(tile, near, mask, pairs, scores, state);
@@ -341,7 +339,7 @@ class Consumer {
     if constexpr (C::kGeneral) {
       raise = raise_maxima<C>(scores, factor, state);
       exponentiate_general<C>(factor, scores, state);
-    } else if (near) [[likely]] {
+    } else if (!C::kPacksEarly && near) [[likely]] {
       raise = exponentiate_first<C>(factor, scores, state);
     } else {
       raise = raise_maxima<C>(scores, factor, state);
@@ -352,7 +350,7 @@ class Consumer {
       }
     }
     // Sums that tensor cores make are of rounded P: right for what they divide, too coarse for lse.
-    if (C::kOnes ? p_.lse.data != nullptr : !near) add_up(row_sums<C>(scores), state);
+    if (C::kSumsBound ? !near : !C::kOnes || p_.lse.data) add_up(row_sums<C>(scores), state);
     return raise;
   }
 

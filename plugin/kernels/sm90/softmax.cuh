@@ -159,11 +159,13 @@ __device__ __forceinline__ void exponentiate_before(int end, float factor,
   }
 }
 
-// Whether P was made with too low a maximum. None is negative, so the sums are at least as large; where
-// tensor cores make these, P compare as integers do, three at a time. NaN is too large.
+// Whether P was made with too low a maximum. None is negative, so the sums are at least as large;
+// otherwise P compare as integers do, three at a time. NaN is too large.
 template <class C>
 __device__ __forceinline__ bool exceeds(const float (&scores)[C::kScores], const RowSums& sums) {
-  if constexpr (C::kOnes) {
+  if constexpr (C::kSumsBound) {
+    return !(sums.row[0] <= kMostSum && sums.row[1] <= kMostSum);
+  } else {
     int top[4] = {};
 #pragma unroll
     for (int i = 0; i < C::kScores; i += 2) {
@@ -171,14 +173,12 @@ __device__ __forceinline__ bool exceeds(const float (&scores)[C::kScores], const
           __vimax3_s32(top[i / 2 % 4], __float_as_int(scores[i]), __float_as_int(scores[i + 1]));
     }
     return max(max(top[0], top[1]), max(top[2], top[3])) > __float_as_int(kMost);
-  } else {
-    return !(sums.row[0] <= kMostSum && sums.row[1] <= kMostSum);
   }
 }
 
-// The maxima after P: of scores that rarely ask for a higher one. Where they do, P is brought down; a
-// P beyond the range of float32 leaves an infinite maximum behind. Adds up the sums, if they are made
-// here.
+// The maxima after P: of scores that rarely ask for a higher one. Where they do, P is brought down;
+// a P beyond the range of float32 leaves an infinite maximum behind. Adds up the sums where
+// they bound P.
 template <class C>
 __device__ __forceinline__ Raise bring_down(float (&scores)[C::kScores], RowSums sums,
                                             RowState& state) {
@@ -197,9 +197,9 @@ __device__ __forceinline__ Raise bring_down(float (&scores)[C::kScores], RowSums
     }
 #pragma unroll
     for (int i = 0; i < C::kScores; ++i) scores[i] *= raise.keep[i / 2 % 2];
-    if (!C::kOnes) sums = row_sums<C>(scores);
+    if (C::kSumsBound) sums = row_sums<C>(scores);
   }
-  if (!C::kOnes) add_up(sums, state);
+  if (C::kSumsBound) add_up(sums, state);
   return raise;
 }
 
@@ -207,7 +207,7 @@ template <class C>
 __device__ __forceinline__ Raise exponentiate_first(float factor, float (&scores)[C::kScores],
                                                     RowState& state) {
   exponentiate<C>(factor, scores, state);
-  return bring_down<C>(scores, C::kOnes ? RowSums{} : row_sums<C>(scores), state);
+  return bring_down<C>(scores, C::kSumsBound ? row_sums<C>(scores) : RowSums{}, state);
 }
 
 // Keeps what x is made of before what follows, by a store that never happens: x is no NaN but the
@@ -257,31 +257,35 @@ __device__ __forceinline__ void pack_scores(const float (&scores)[C::kScores],
   for (int i = kFirst / 2; i < kEnd / 2; ++i) p[i] = pack<T>(scores[2 * i], scores[2 * i + 1]);
 }
 
-// As `exponentiate_first`, and P as an operand. `end_product`, which waits for the product that uses the P
-// before, is called when three quarters are made: they are packed beside the last exponentials.
-template <class T, class C, class EndProduct>
-__device__ __forceinline__ Raise exponentiate_and_pack(float factor, float (&scores)[C::kScores],
-                                                       uint32_t (&p)[C::kScores / 2],
-                                                       RowState& state, EndProduct end_product) {
-  constexpr int kFirst = C::kScores * 3 / 4;
-  exponentiate<C, 0, kFirst>(factor, scores, state);
-  RowSums sums = row_sums<C, 0, kFirst>(scores);
-  hold(sums.row[0] + sums.row[1]);
-  end_product();
-  exponentiate<C, kFirst, C::kScores>(factor, scores, state);
-  pack_scores<T, C, 0, kFirst>(scores, p);
-  const RowSums rest = row_sums<C, kFirst, C::kScores>(scores);
-  sums.row[0] += rest.row[0], sums.row[1] += rest.row[1];
-  const Raise raise = bring_down<C>(scores, sums, state);
-  if (raise.any) pack_scores<T, C, 0, kFirst>(scores, p);
-  pack_scores<T, C, kFirst, C::kScores>(scores, p);
-  return raise;
-}
-
 template <class C>
 __device__ __forceinline__ void rescale(const Raise& raise, float (&output)[C::kOutputs]) {
 #pragma unroll
   for (int i = 0; i < C::kOutputs; ++i) output[i] *= raise.keep[i / 2 % 2];
+}
+
+// As `exponentiate_first`, and P as an operand, and the output by the maxima. `end_product` waits
+// for the product that uses the P before and makes the output, when half of the exponentials are
+// made: their P is packed beside the others.
+template <class T, class C, class EndProduct>
+__device__ __forceinline__ void exponentiate_and_pack(float factor, float (&scores)[C::kScores],
+                                                      uint32_t (&p)[C::kScores / 2],
+                                                      float (&output)[C::kOutputs], RowState& state,
+                                                      EndProduct end_product) {
+  constexpr int kHalf = C::kScores / 2;
+  exponentiate<C, 0, kHalf>(factor, scores, state);
+  RowSums sums = row_sums<C, 0, kHalf>(scores);
+  hold(sums.row[0] + sums.row[1]);
+  end_product();
+  exponentiate<C, kHalf, C::kScores>(factor, scores, state);
+  pack_scores<T, C, 0, kHalf>(scores, p);
+  const RowSums rest = row_sums<C, kHalf, C::kScores>(scores);
+  sums.row[0] += rest.row[0], sums.row[1] += rest.row[1];
+  const Raise raise = bring_down<C>(scores, sums, state);
+  if (raise.any) {
+    rescale<C>(raise, output);
+    pack_scores<T, C, 0, kHalf>(scores, p);
+  }
+  pack_scores<T, C, kHalf, C::kScores>(scores, p);
 }
 
 }  // namespace flashonnx::sm90
