@@ -68,6 +68,12 @@ struct Tiling {
   // masks and pages that makes ptxas spill.
   static constexpr bool kSharesSlowEnd = !kMarks;
 
+  // Sums of P say whether a maximum was too low, and half of P of plain tiles is packed beside the
+  // exponentials. Without turns groups would fall into step more often (docs: two rhythms), and
+  // head size 256 gains nothing by packing.
+  static constexpr bool kSumsBound = kTurns && !kOnes && !kGeneral;
+  static constexpr bool kPacksEarly = kSumsBound && !kMarks && kDim < 256;
+
   // Queries are copied to registers, where there are some left.
   static constexpr bool kHoldsQueries = kDim == 128 && !kGeneral;
 
@@ -97,11 +103,11 @@ struct Tiling {
 };
 
 //                      dim  groups  keys  stages of K, V; Q  turns     queries  shared memory
-using Tiling64 = Tiling<64, 3, 128, 4, 3, true>;     //               192      203 KB
-using Short64 = Tiling<64, 2, 128, 4, 3, true>;      //               128      179 KB
-using Tiling96 = Tiling<96, 2, 128, 3, 2, true>;     //               128      193 KB
-using Tiling128 = Tiling<128, 2, 128, 2, 3, false>;  //               128      225 KB
-using Tiling192 = Tiling<192, 2, 96, 2, 1, false>;   //               128      193 KB
+using Tiling64 = Tiling<64, 3, 128, 4, 3, true>;    //               192      203 KB
+using Short64 = Tiling<64, 2, 128, 4, 3, true>;     //               128      179 KB
+using Tiling96 = Tiling<96, 2, 128, 3, 2, true>;    //               128      193 KB
+using Tiling128 = Tiling<128, 2, 128, 2, 3, true>;  //               128      225 KB
+using Tiling192 = Tiling<192, 2, 96, 2, 1, false>;  //               128      193 KB
 using Tiling192x128 = Tiling<192, 2, 128, 2, 1, true, Masks::kNone, 128>;  // 128    209 KB
 using Tiling256 = Tiling<256, 2, 64, 2, 1, true>;  //               128      193 KB
 // With a mask of keys, or one that is packed to bits; head size 128 has no room for a third place
@@ -109,7 +115,7 @@ using Tiling256 = Tiling<256, 2, 64, 2, 1, true>;  //               128      193
 using Masked64 = Tiling<64, 3, 128, 4, 3, true, Masks::kPacked>;
 using MaskedShort64 = Tiling<64, 2, 128, 4, 3, true, Masks::kPacked>;
 using Masked96 = Tiling<96, 2, 128, 3, 2, true, Masks::kPacked>;
-using Masked128 = Tiling<128, 2, 128, 2, 2, false, Masks::kPacked>;
+using Masked128 = Tiling<128, 2, 128, 2, 2, true, Masks::kPacked>;
 using Masked192 = Tiling<192, 2, 96, 2, 1, false, Masks::kPacked>;
 using Masked192x128 = Tiling<192, 2, 128, 2, 1, true, Masks::kPacked, 128>;
 using Masked256 = Tiling<256, 2, 64, 2, 1, true, Masks::kPacked>;

@@ -53,7 +53,7 @@ class Consumer {
         fence_registers(scores);
         const RowState next = weigh_first(mask, scores);
         fence_registers(scores);
-        end_last_values(output);
+        end_values(output);
         skip_values();
         if constexpr (!C::kSharesSlowEnd) {
           finish_item(done(), queries_.stage_before(), output, state);
@@ -69,7 +69,7 @@ class Consumer {
         }
       } else {
         begin_last_values(done(), p, output);
-        end_last_values(output);
+        end_values(output);
         if constexpr (!C::kSharesSlowEnd) {
           finish_item(done(), queries_.stage_before(), output, state);
           return settle_stores();
@@ -107,7 +107,7 @@ class Consumer {
       queries_.advance();
       barrier_arrive(shared_.q_free(stage));
       begin_last_values(done, p, output);
-      end_last_values(output);
+      end_values(output);
       finish_item(done, stage, output, state);
     }
   }
@@ -127,9 +127,8 @@ class Consumer {
     const bool skips =
         span.last_tile > span.first_tile &&
         (end <= span.last_tile * C::kKeys || first_query >= queries_of<C>(p_, item()));
-    last_tile_ = span.last_tile;
+    last_tile_ = span.last_tile - (skips ? 1 : 0);
     if (!skips) return;
-    --last_tile_;
     if constexpr (C::kMarks)
       if (marked()) last_tile_ = last_visible(item().marks.visible, last_tile_, span.first_tile);
     barrier_wait(shared_.k_full(keys_.stage()), keys_.round());
@@ -245,6 +244,13 @@ class Consumer {
     const bool near = stays_near<kLook>(mask, state);
     wait_products<1>();
     fence_registers(scores);
+    if (C::kPacksEarly && near) {
+      release(shared_.k_free(keys_.stage()));
+      keys_.advance();
+      const auto end_product = [&] { end_values(output); };
+      exponentiate_and_pack<T, C>(plan_.factor, scores, p, output, state, end_product);
+      return;
+    }
     const Raise raise = weigh<kLook>(tile, near, mask, pairs, scores, state);
     fence_registers(scores);
     // The branch keeps exponentials before the wait for the products that they are meant to run
@@ -254,10 +260,7 @@ class Consumer {
       fence_registers(output);
       rescale<C>(raise, output);
     }
-    wait_products<0>();
-    fence_registers(output);
-    release(shared_.v_free(values_.stage()));
-    values_.advance();
+    end_values(output);
     pack_scores<T, C>(scores, p);
   }
 
@@ -269,7 +272,8 @@ class Consumer {
     wait_for_values(span, span.first_tile);
     multiply_values<T, C>(p, v, output);
   }
-  __device__ __forceinline__ void end_last_values(float (&output)[C::kOutputs]) {
+  // Waits for the product with V, and lets go of these.
+  __device__ __forceinline__ void end_values(float (&output)[C::kOutputs]) {
     wait_products<0>();
     fence_registers(output);
     release(shared_.v_free(values_.stage()));
@@ -360,7 +364,7 @@ class Consumer {
     if constexpr (C::kGeneral) {
       raise = raise_maxima<C>(scores, factor, state);
       exponentiate_general<C>(factor, scores, state);
-    } else if (near) [[likely]] {
+    } else if (!C::kPacksEarly && near) [[likely]] {
       raise = exponentiate_first<C>(factor, scores, state);
     } else {
       raise = raise_maxima<C>(scores, factor, state);
@@ -371,7 +375,7 @@ class Consumer {
       }
     }
     // Sums that tensor cores make are of rounded P: right for what they divide, too coarse for lse.
-    if (!C::kOnes || p_.lse.data) add_up<C>(scores, state);
+    if (C::kSumsBound ? !near : !C::kOnes || p_.lse.data) add_up(row_sums<C>(scores), state);
     return raise;
   }
 

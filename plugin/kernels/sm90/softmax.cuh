@@ -15,7 +15,8 @@
 namespace flashonnx::sm90 {
 
 constexpr float kSlack = 8.f;
-constexpr float kMost = 256.f;  // 2^kSlack, of P
+constexpr float kMost = 256.f;      // 2^kSlack, of P
+constexpr float kMostSum = 2048.f;  // as well, of a tile's P of a row that a thread has
 
 // Places of a consumer thread: rows `row` and `row` + 8 of its warp's 16; columns 8 n + 2 * `quad`
 // and the next, n counting groups of four registers. Register 4 n + 2 h + e is row + 8 h, column
@@ -83,23 +84,30 @@ __device__ __forceinline__ Raise raise_maxima(const float (&scores)[C::kScores],
   return raise;
 }
 
-// The rows' sums, in two chains each: head size 64 waits for a single one (526 instead of 544
-// TFLOP/s).
-template <class C>
-__device__ __forceinline__ void add_up(const float (&scores)[C::kScores], RowState& state) {
+// Of a tile's P over this thread's keys.
+struct RowSums {
+  float row[2];
+};
+
+// In two chains a row: head size 64 waits for a single one (526 instead of 544 TFLOP/s).
+template <class C, int kFirst = 0, int kEnd = C::kScores>
+__device__ __forceinline__ RowSums row_sums(const float (&scores)[C::kScores]) {
   float sums[2][2] = {};
 #pragma unroll
-  for (int i = 0; i < C::kScores; ++i) sums[i / 2 % 2][i / 4 % 2] += scores[i];
+  for (int i = kFirst; i < kEnd; ++i) sums[i / 2 % 2][i / 4 % 2] += scores[i];
+  return {{sums[0][0] + sums[0][1], sums[1][0] + sums[1][1]}};
+}
+__device__ __forceinline__ void add_up(const RowSums& sums, RowState& state) {
 #pragma unroll
-  for (int h = 0; h < 2; ++h) state.sum[h] += sums[h][0] + sums[h][1];
+  for (int h = 0; h < 2; ++h) state.sum[h] += sums.row[h];
 }
 
 // scores = P = 2^(factor * scores - maximum).
-template <class C>
+template <class C, int kFirst = 0, int kEnd = C::kScores>
 __device__ __forceinline__ void exponentiate(float factor, float (&scores)[C::kScores],
                                              const RowState& state) {
 #pragma unroll
-  for (int i = 0; i < C::kScores; ++i)
+  for (int i = kFirst; i < kEnd; ++i)
     scores[i] = exp2_approximate(fmaf(scores[i], factor, -state.maximum[i / 2 % 2]));
 }
 
@@ -151,22 +159,30 @@ __device__ __forceinline__ void exponentiate_before(int end, float factor,
   }
 }
 
-// P, and the maxima after that: of scores that rarely ask for a higher one. Where they do, P is
-// brought down afterwards; a P beyond the range of float32 leaves an infinite maximum behind.
-//
-// None is negative, and so they compare as integers do, three at a time; NaN is the largest.
+// Whether P was made with too low a maximum. None is negative, so the sums are at least as large;
+// otherwise P compare as integers do, three at a time. NaN is too large.
 template <class C>
-__device__ __forceinline__ Raise exponentiate_first(float factor, float (&scores)[C::kScores],
-                                                    RowState& state) {
-  exponentiate<C>(factor, scores, state);
-  int top[4] = {};
+__device__ __forceinline__ bool exceeds(const float (&scores)[C::kScores], const RowSums& sums) {
+  if constexpr (C::kSumsBound) {
+    return !(sums.row[0] <= kMostSum && sums.row[1] <= kMostSum);
+  } else {
+    int top[4] = {};
 #pragma unroll
-  for (int i = 0; i < C::kScores; i += 2) {
-    top[i / 2 % 4] =
-        __vimax3_s32(top[i / 2 % 4], __float_as_int(scores[i]), __float_as_int(scores[i + 1]));
+    for (int i = 0; i < C::kScores; i += 2) {
+      top[i / 2 % 4] =
+          __vimax3_s32(top[i / 2 % 4], __float_as_int(scores[i]), __float_as_int(scores[i + 1]));
+    }
+    return max(max(top[0], top[1]), max(top[2], top[3])) > __float_as_int(kMost);
   }
-  const int most = max(max(top[0], top[1]), max(top[2], top[3]));
-  Raise raise = {__any_sync(0xffffffffu, most > __float_as_int(kMost)) != 0, {1.f, 1.f}};
+}
+
+// The maxima after P: of scores that rarely ask for a higher one. Where they do, P is brought down;
+// a P beyond the range of float32 leaves an infinite maximum behind. Adds up the sums where
+// they bound P.
+template <class C>
+__device__ __forceinline__ Raise bring_down(float (&scores)[C::kScores], RowSums sums,
+                                            RowState& state) {
+  Raise raise = {__any_sync(0xffffffffu, exceeds<C>(scores, sums)) != 0, {1.f, 1.f}};
   if (raise.any) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -181,8 +197,30 @@ __device__ __forceinline__ Raise exponentiate_first(float factor, float (&scores
     }
 #pragma unroll
     for (int i = 0; i < C::kScores; ++i) scores[i] *= raise.keep[i / 2 % 2];
+    if (C::kSumsBound) sums = row_sums<C>(scores);
   }
+  if (C::kSumsBound) add_up(sums, state);
   return raise;
+}
+
+template <class C>
+__device__ __forceinline__ Raise exponentiate_first(float factor, float (&scores)[C::kScores],
+                                                    RowState& state) {
+  exponentiate<C>(factor, scores, state);
+  return bring_down<C>(scores, C::kSumsBound ? row_sums<C>(scores) : RowSums{}, state);
+}
+
+// Keeps what x is made of before what follows, by a store that never happens: x is no NaN but the
+// common one.
+__device__ __forceinline__ void hold(float x) {
+  asm volatile(
+      "{\n"
+      ".reg .pred never;\n"
+      "setp.eq.u32 never, %0, 0xffffffff;\n"
+      "@never st.shared.b32 [%1], %0;\n"
+      "}\n" ::"r"(__float_as_int(x)),
+      "r"(0)
+      : "memory");
 }
 
 __device__ __forceinline__ bool overflowed(const RowState& state) {
@@ -212,17 +250,42 @@ __device__ __forceinline__ void exponentiate_general(float factor, float (&score
 }
 
 // P as the A operand: accumulators of two 8-column groups are one 16-key operand.
-template <class T, class C>
+template <class T, class C, int kFirst = 0, int kEnd = C::kScores>
 __device__ __forceinline__ void pack_scores(const float (&scores)[C::kScores],
                                             uint32_t (&p)[C::kScores / 2]) {
 #pragma unroll
-  for (int i = 0; i < C::kScores / 2; ++i) p[i] = pack<T>(scores[2 * i], scores[2 * i + 1]);
+  for (int i = kFirst / 2; i < kEnd / 2; ++i) p[i] = pack<T>(scores[2 * i], scores[2 * i + 1]);
 }
 
 template <class C>
 __device__ __forceinline__ void rescale(const Raise& raise, float (&output)[C::kOutputs]) {
 #pragma unroll
   for (int i = 0; i < C::kOutputs; ++i) output[i] *= raise.keep[i / 2 % 2];
+}
+
+// As `exponentiate_first`, and P as an operand, and the output by the maxima. `end_product` waits
+// for the product that uses the P before and makes the output, when half of the exponentials are
+// made: their P is packed beside the others.
+template <class T, class C, class EndProduct>
+__device__ __forceinline__ void exponentiate_and_pack(float factor, float (&scores)[C::kScores],
+                                                      uint32_t (&p)[C::kScores / 2],
+                                                      float (&output)[C::kOutputs], RowState& state,
+                                                      EndProduct end_product) {
+  constexpr int kHalf = C::kScores / 2;
+  exponentiate<C, 0, kHalf>(factor, scores, state);
+  RowSums sums = row_sums<C, 0, kHalf>(scores);
+  hold(sums.row[0] + sums.row[1]);
+  end_product();
+  exponentiate<C, kHalf, C::kScores>(factor, scores, state);
+  pack_scores<T, C, 0, kHalf>(scores, p);
+  const RowSums rest = row_sums<C, kHalf, C::kScores>(scores);
+  sums.row[0] += rest.row[0], sums.row[1] += rest.row[1];
+  const Raise raise = bring_down<C>(scores, sums, state);
+  if (raise.any) {
+    rescale<C>(raise, output);
+    pack_scores<T, C, 0, kHalf>(scores, p);
+  }
+  pack_scores<T, C, kHalf, C::kScores>(scores, p);
 }
 
 }  // namespace flashonnx::sm90
