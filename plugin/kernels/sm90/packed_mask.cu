@@ -7,6 +7,7 @@
 #include "kernels/common/overlap.cuh"
 #include "kernels/common/problem.h"
 #include "kernels/sm90/coarse.cuh"
+#include "kernels/sm90/eight.cuh"
 
 namespace flashonnx::sm90 {
 namespace {
@@ -22,44 +23,53 @@ __device__ __forceinline__ uint32_t pairs_of(uint32_t keys, int quad) {
 }
 
 // Block (x, y, z): tile x of keys, tile y of queries, mask z; a warp has 16 queries, as consumers'
-// do. Queries and keys that are none are seen by nobody and not hidden from anybody. `hides`: the
-// element that hides a key.
+// do, and a quad of threads two of them. Queries and keys that are none are seen by nobody and not
+// hidden from anybody. `hides`: the element that hides a key.
 template <class Element>
 __global__ void pack_rows(View mask, Element hides, int heads, int queries, int keys, int tile_keys,
                           PackedMask packed) {
   let_dependents_launch();
-  constexpr int kRows = 16;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int first_query = blockIdx.y * (blockDim.x / 2) + warp * kRows;
-  const int rows = min(max(queries - first_query, 0), kRows);
+  const int lane = threadIdx.x % 32, quad = lane % 4;
+  const int first_query = (blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32) * 16 + lane / 4;
   const Element* const from = static_cast<const Element*>(mask.data) +
-                              blockIdx.z / heads * mask.batch + blockIdx.z % heads * mask.head +
-                              first_query * mask.row;
-  uint32_t bits[kMostKeys / 64] = {}, seen = 0, hidden = 0, biased = 0;
+                              blockIdx.z / heads * mask.batch + blockIdx.z % heads * mask.head;
+  constexpr int kChunks = kMostKeys / 32;
+  Eight<Element> eights[2][kChunks];
 #pragma unroll
-  for (int chunk = 0; chunk < kMostKeys / 32; ++chunk) {
-    const int in_tile = 32 * chunk + lane, key = blockIdx.x * tile_keys + in_tile;
-    const bool inside = in_tile < tile_keys && key < keys;
-    const uint32_t valid = __ballot_sync(0xffffffffu, inside);
-    Element x[kRows];
+  for (int i = 0; i < 2 * kChunks; ++i) {
+    const int query = min(first_query + i % 2 * 8, queries - 1);
+    const int key = blockIdx.x * tile_keys + i / 2 * 32 + quad * 8;
+    const int limit = i / 2 * 32 < tile_keys ? keys : 0;
+    eights[i % 2][i / 2] = read_eight(from + query * mask.row, key, limit, hides);
+  }
+  uint32_t bits[kMostKeys / 64] = {};
+  bool seen = false, hidden = false, biased = false;
 #pragma unroll
-    for (int row = 0; row < kRows; ++row)
-      x[row] = inside && row < rows ? __ldg(from + row * mask.row + key) : hides;
+  for (int i = 0; i < 2 * kChunks; ++i) {
+    const int row = i % 2, chunk = i / 2;
+    const int count = keys - (blockIdx.x * tile_keys + chunk * 32 + quad * 8);
+    const bool inside = first_query + 8 * row < queries && chunk * 32 < tile_keys && count > 0;
+    uint32_t these = 0;
 #pragma unroll
-    for (int row = 0; row < kRows; ++row) {
-      const uint32_t these = __ballot_sync(0xffffffffu, x[row] != hides);
-      if (sizeof(Element) == 2) biased |= x[row] != hides ? x[row] & 0x7fff : 0;
-      seen |= these;
-      if (row < rows) hidden |= valid & ~these;
-      if (row % 8 == lane / 4)
-        bits[chunk / 2] |= pairs_of(these, lane % 4) << (2 * (row / 8) + 16 * (chunk % 2));
+    for (int e = 0; e < 8; ++e) {
+      const Element x = eights[row][chunk].x[e];
+      if (x != hides) these |= 1u << e;
+      if (sizeof(Element) == 2) biased |= inside && x != hides && (x & 0x7fff) != 0;
     }
+    const uint32_t all = (1u << min(max(count, 0), 8)) - 1;
+    these = inside ? these & all : 0;
+    seen |= these != 0;
+    hidden |= inside && these != all;
+    these <<= 8 * quad;
+    these |= __shfl_xor_sync(0xffffffffu, these, 1);
+    these |= __shfl_xor_sync(0xffffffffu, these, 2);
+    bits[chunk / 2] |= pairs_of(these, quad) << (2 * row + 16 * (chunk % 2));
   }
   const int64_t tile =
       (int64_t{blockIdx.z} * packed.row_tiles + blockIdx.y) * packed.key_tiles + blockIdx.x;
   reinterpret_cast<uint2*>(packed.tiles)[tile * blockDim.x + threadIdx.x] = {bits[0], bits[1]};
-  const bool is_seen = __syncthreads_or(seen != 0), is_hidden = __syncthreads_or(hidden != 0);
-  const bool is_biased = __syncthreads_or(biased != 0);
+  const bool is_seen = __syncthreads_or(seen), is_hidden = __syncthreads_or(hidden);
+  const bool is_biased = sizeof(Element) == 2 && __syncthreads_or(biased);
   if (threadIdx.x == 0)
     packed.marks[tile] =
         (is_seen ? kSeen : 0) | (is_hidden ? kMasked : 0) | (is_biased ? kBiased : 0);
