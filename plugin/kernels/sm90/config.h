@@ -64,9 +64,9 @@ struct Tiling {
   // registers (three groups, head size 128) or gains nothing (256).
   static constexpr bool kLeavesOutHidden = kDim == 64 && kGroups == 2 && !kMarks;
 
-  // What is rare at the end of a tile of queries has one copy, behind all that is common; with
-  // masks and pages that makes ptxas spill.
-  static constexpr bool kSharesSlowEnd = !kMarks;
+  // What is rare at the end of a tile of queries has one copy, behind all that is common. With
+  // masks and pages that makes ptxas spill; at head size 64 it costs 2 % of 512 causal tokens.
+  static constexpr bool kSharesSlowEnd = !kMarks && kDim != 64;
 
   // Sums of P say whether a maximum was too low, and half of P of plain tiles is packed beside the
   // exponentials. Without turns groups would fall into step more often (docs: two rhythms), and
