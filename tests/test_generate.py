@@ -135,10 +135,12 @@ def test_chosen_in_the_graph(exported: Any, wanted: Any, monkeypatch: pytest.Mon
         generator = Generator(path, device="cpu", **sizes)
         for prompt, tokens, want in zip(PROMPTS, generator(PROMPTS, NEW).tokens, wanted["llama"], strict=True):
             check_greedy(model, prompt, tokens, want)
-    how = {"temperature": 0.8, "top_k": 20, "top_p": 0.95, "seed": 3}
-    drawn = generator(PROMPTS, NEW, **how).tokens
+    ways = [{"temperature": 0.8, "seed": 3, **more} for more in ({}, {"top_k": 20, "top_p": 0.95}, {"top_p": 0.9})]
+    drawn = [generator(PROMPTS, NEW, **how).tokens for how in ways]
+    assert generator._decoder._weights is not None
     monkeypatch.undo()
-    assert drawn == Generator(path, device="cpu", **SIZES[0])(PROMPTS, NEW, **how).tokens
+    plain = Generator(path, device="cpu", **SIZES[0])
+    assert drawn == [plain(PROMPTS, NEW, **how).tokens for how in ways]
 
 
 @pytest.mark.gpu

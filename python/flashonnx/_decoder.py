@@ -218,9 +218,12 @@ class Decoder:
         logits = self._read()[:, 0]
         return logits if len(places) == len(logits) else logits[places]
 
-    def rows(self, places: Sequence[int], temperature: float) -> tuple[NDArray[Any], bool]:
-        """For draws: chances up to a factor, and True, where the device makes them; else `logits`, and False."""
-        if not self._on_device:
+    def rows(self, places: Sequence[int], few: bool, temperature: float) -> tuple[NDArray[Any], bool]:
+        """For draws: chances up to a factor, and True, where the device makes them; else `logits`, and False.
+
+        Those are enough, and half as many bytes, where a `few` of the greatest are looked at.
+        """
+        if few or not self._on_device:
             return self.logits(places), False
         if self._weights is None:
             self._weights = Weights(

@@ -287,5 +287,5 @@ class Generator:
 
     def _choose(self, made: list[tuple[int, _Request]], how: Draw) -> list[int]:
         places, randoms = [b for b, _ in made], [request.random for _, request in made]
-        rows = functools.partial(self._decoder.rows, places)
+        rows = functools.partial(self._decoder.rows, places, how.top_k > 0)
         return choose(self._decoder.greatest(places), rows, how, randoms)
