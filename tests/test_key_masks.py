@@ -47,7 +47,8 @@ FILLS: dict[str, Callable[[np.random.Generator, Array], Array]] = {
 BOOLEAN = ("nothing", "some", "few", "padding", "left-padding", "holes", "one-key", "all", "one-batch")
 
 
-def _check(library: Library, case: Case, fill: str, poison: float | None = None) -> None:
+def _inputs(case: Case, fill: str) -> tuple[dict[str, Array], Array]:
+    """A problem's inputs, and what its mask adds to each key of each batch entry."""
     inputs = case.inputs()
     random = np.random.default_rng(len(fill))
     bias = FILLS[fill](random, np.tile(np.arange(KEYS, dtype=np.float64), (case.batch, 1)))
@@ -60,6 +61,11 @@ def _check(library: Library, case: Case, fill: str, poison: float | None = None)
         if dtype == np.float16:  # its most negative one, where float32's was meant
             mask[np.isfinite(bias) & np.isinf(mask)] = np.finfo(np.float16).min
     inputs["attn_mask"] = mask[:, None, None]
+    return inputs, bias
+
+
+def _check(library: Library, case: Case, fill: str, poison: float | None = None) -> None:
+    inputs, bias = _inputs(case, fill)
     if poison is not None:
         for name in ("K", "V"):
             hidden = np.broadcast_to((bias == -np.inf)[:, None, :, None], inputs[name].shape)
@@ -126,3 +132,20 @@ def test_hidden_slots_hold_anything(library: Library, dtype: str, head_dim: int,
     case = replace(_BASE, id=f"key-mask-poison-{fill}", dtype=dtype, head_dim=head_dim, mask_dtype="float32")
     with np.errstate(over="ignore"):  # 1e6 is infinite in float16
         _check(library, case, fill, poison)
+
+
+@pytest.mark.parametrize("offset", (-300, 300))
+@pytest.mark.parametrize("fill", ("some", "few", "padding", "left-padding", "one-batch", "least-and-nothing"))
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_hidden_scores_count_for_nothing(library: Library, dtype: str, head_dim: int, fill: str, offset: float) -> None:
+    """Scores of hidden keys lie 1000 above those of the others, which stand at `offset`: none becomes a maximum."""
+    case = replace(_BASE, id=f"key-mask-above-{fill}-{offset}", dtype=dtype, head_dim=head_dim, mask_dtype="float32")
+    for more in ({}, {"is_causal": 1, "lengths": (333, KEYS)}):
+        chosen = replace(case, **more)  # type: ignore[arg-type]
+        inputs, bias = _inputs(chosen, fill)
+        hidden = (bias < -1e30)[:, None, :]
+        step = np.sqrt(head_dim) / 16  # a score of 1 in the last feature, of which Q has 16
+        inputs["Q"][..., -1] = 16
+        inputs["K"][..., -1] = np.where(hidden, step * (offset + 1000), step * offset)
+        Problem(library, chosen, "cuda", inputs=inputs).check()

@@ -56,3 +56,22 @@ def test_every_offset(head_dim: int) -> None:
     for offset in (15, 31, 47, 63, 64, 79, 127):
         q, k, v = tensors(head_dim, 2048, 2048 + offset)
         assert milliseconds(q, k, v, right_window_size=offset) < slowest, offset
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("garbage", [1e30, "sink"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_hidden_garbage(head_dim: int, garbage: float | str, causal: bool) -> None:
+    """Large numbers in hidden keys, at random places or as padding, cost no time; what is no number may."""
+    q, k, v = tensors(head_dim, 2048, 2048)
+    slowest = 10 * milliseconds(q, k, v, is_causal=causal)
+    places = torch.arange(2048, device="cuda")
+    for seen in (torch.rand(2048, device="cuda") < 0.7, places >= 300, places < 1300):
+        mask = seen.expand(2, 1, 1, 2048).contiguous()
+        if isinstance(garbage, float):
+            k[:, :, ~seen], v[:, :, ~seen] = garbage, garbage
+        else:  # scores some hundreds above all others
+            q[..., 0], k[..., 0] = 16, 0
+            k[:, :, ~seen, 0] = 16 * head_dim**0.5
+        assert milliseconds(q, k, v, attn_mask=mask, is_causal=causal) < slowest, garbage
+        q, k, v = tensors(head_dim, 2048, 2048)
