@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import cases
+import cases_bias
 import numpy as np
 import pytest
 from cases import Case
@@ -20,7 +22,8 @@ import flashonnx.torch  # noqa: E402  registers the operators, and needs torch
 
 attention = torch.ops.flashonnx.attention
 attention_outputs = torch.ops.flashonnx.attention_outputs
-CASES = [c for c in (*cases.REGULAR, *cases.ODD, *cases.FEATURES, *cases.CORNER) if not c.gpu and not c.slow]
+BIASED = [replace(case, id=f"bias-{case.id}") for case in cases_bias.SMALL]
+CASES = [c for c in (*cases.REGULAR, *cases.ODD, *cases.FEATURES, *cases.CORNER, *BIASED) if not c.gpu and not c.slow]
 _BY_ID = {case.id: case for case in CASES}
 
 
@@ -137,7 +140,8 @@ def test_views_are_not_copied(device: str) -> None:
 
 OPCHECK = [
     "layout-bhsd-float32", "layout-3hd-float16", "layout-gqa-6-2-mask", "layout-time_major-past", "past-bshd-3",
-    "everything", "mask-short-4-bool", "causal-lengths-bfloat16", "no-batch-bhsd", "no-keys-bshd", "no-queries-bshd",
+    "everything", "bias-past-gqa-float16", "mask-short-4-bool", "causal-lengths-bfloat16", "no-batch-bhsd",
+    "no-keys-bshd", "no-queries-bshd",
 ]  # fmt: skip
 
 
@@ -309,6 +313,7 @@ class Exported(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.project = torch.nn.Linear(24, 24)
+        self.bias = torch.nn.Parameter(torch.randn(72))
         self.eval()
 
     def forward(self, x: Any, past: Any, mask: Any, sinks: Any, lengths: Any) -> Any:
@@ -318,7 +323,7 @@ class Exported(torch.nn.Module):
         everything |= {"present": True, "lse": True}
         y, key, value, lse = attention_outputs(q, k, v, mask, past, past, None, sinks, **everything)
         ragged = attention(q, k, v, nonpad_kv_seqlen=lengths, is_causal=True, empty_row="mean", **heads)
-        packed = attention(torch.cat((q, k, v), -1), qkv_layout="gqa", **heads)
+        packed = attention(torch.cat((q, k, v), -1), bias=self.bias, qkv_layout="gqa", **heads)
         return y, key, value, lse, ragged, packed
 
 
@@ -348,6 +353,7 @@ def test_export(opset: int, tmp_path: Any) -> None:
     assert found[0] == everything | heads
     assert found[1] == {"is_causal": 1, "empty_row": b"mean"} | heads
     assert found[2] == {"qkv_layout": b"gqa"} | heads
+    assert [len(node.input) for node in nodes] == [8, 7, 9]  # the bias is the last
     session = flashonnx.session(path, ["CPUExecutionProvider"])
     for sizes in ((2, 5, 3), (3, 7, 2)):
         given = inputs(*sizes)

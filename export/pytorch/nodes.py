@@ -38,6 +38,7 @@ def translate_attention(
     past_value: Any = None,
     nonpad_kv_seqlen: Any = None,
     sinks: Any = None,
+    bias: Any = None,
     is_causal: bool = False,
     scale: float | None = None,
     softcap: float = 0.0,
@@ -61,6 +62,7 @@ def translate_attention_outputs(
     past_value: Any = None,
     nonpad_kv_seqlen: Any = None,
     sinks: Any = None,
+    bias: Any = None,
     is_causal: bool = False,
     scale: float | None = None,
     softcap: float = 0.0,
@@ -173,6 +175,7 @@ def _node(
     past_value: Any,
     nonpad_kv_seqlen: Any,
     sinks: Any,
+    bias: Any,
     is_causal: bool,
     **attributes: Any,
 ) -> Any:
@@ -185,7 +188,7 @@ def _node(
         nonpad_kv_seqlen = op.Cast(nonpad_kv_seqlen, to=7)  # TensorProto.INT64
     if sinks is not None and sinks.dtype.name != "FLOAT":
         sinks = op.Cast(sinks, to=1)  # TensorProto.FLOAT
-    inputs = [query, key, value, attn_mask, past_key, past_value, nonpad_kv_seqlen, sinks]
+    inputs = [query, key, value, attn_mask, past_key, past_value, nonpad_kv_seqlen, sinks, bias]
     while inputs[-1] is None:
         inputs.pop()
     given = schema.without_defaults({"is_causal": int(is_causal), **attributes})

@@ -19,6 +19,8 @@ Inputs, in this order and by name, of any strides (nothing is copied unless a la
     past_key, past_value: (B, Hkv, P, D) and (B, Hkv, P, Dv), keys before `key`; Sk = P + Skv.
     nonpad_kv_seqlen: (B,) int64 or int32, keys at or past it are masked. Not together with a past.
     sinks: (Hq,) float32 or query's dtype, exp(sink) joins the denominator.
+    bias: (Hq*D + Hkv*D + Hkv*Dv,) in query's dtype, of the projections: added to query, key and value (not to a past)
+        before anything else; packed as query is where that packs all three, else query's part, key's, value's.
 
 Attributes, by name:
     is_causal: query i sees key j only if j <= i + offset, where offset is P, nonpad_kv_seqlen[b] - Sq, or 0.

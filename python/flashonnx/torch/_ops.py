@@ -14,8 +14,8 @@ from flashonnx.torch._shapes import Problem, check_numbers, describe
 
 _ARGUMENTS = (
     "Tensor query, Tensor? key=None, Tensor? value=None, Tensor? attn_mask=None, Tensor? past_key=None, "
-    "Tensor? past_value=None, Tensor? nonpad_kv_seqlen=None, Tensor? sinks=None, *, bool is_causal=False, "
-    "float? scale=None, float softcap=0.0, int left_window_size=-1, int right_window_size=-1, "
+    "Tensor? past_value=None, Tensor? nonpad_kv_seqlen=None, Tensor? sinks=None, Tensor? bias=None, *, "
+    "bool is_causal=False, float? scale=None, float softcap=0.0, int left_window_size=-1, int right_window_size=-1, "
     'str empty_row="zero", int? q_num_heads=None, int? kv_num_heads=None, str qkv_layout="separate"'
 )
 
@@ -53,6 +53,7 @@ def _prepare(
     past_value: Tensor | None = None,
     nonpad_kv_seqlen: Tensor | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
     *,
     is_causal: bool = False,
     scale: float | None = None,
@@ -67,7 +68,7 @@ def _prepare(
     """The problem, and the options of `attention_params` that are not tensors."""
     check_numbers(softcap, left_window_size, right_window_size, empty_row, sinks is not None)
     problem = describe(
-        query, key, value, attn_mask, past_key, past_value, nonpad_kv_seqlen, sinks,
+        query, key, value, attn_mask, past_key, past_value, nonpad_kv_seqlen, sinks, bias,
         q_num_heads=q_num_heads, kv_num_heads=kv_num_heads, scale=scale, qkv_layout=qkv_layout,
     )  # fmt: skip
     options = {"is_causal": is_causal, "scale": scale, "softcap": softcap, "empty_row": empty_row}
@@ -78,9 +79,12 @@ def _run(p: Problem, y: Tensor, options: dict[str, Any]) -> None:
     library, device = _library(), p.q.device
     q, k, v, past_k, past_v = (_dense_rows(x) for x in (p.q, p.k, p.v, p.past_key, p.past_value))
     sinks = None if p.sinks is None else p.sinks.float()
+    biases = (
+        {} if p.biases is None else dict(zip(("q_bias", "k_bias", "v_bias"), map(_dense_rows, p.biases), strict=True))
+    )
     params = attention_params(
         library, _device(device.type, device.index or 0), q, k, v, y, mask=p.mask, past_k=past_k, past_v=past_v,
-        key_lengths=p.lengths, sinks=sinks, **options,
+        key_lengths=p.lengths, sinks=sinks, **biases, **options,
     )  # fmt: skip
     workspace = torch.empty(library.workspace(params), dtype=torch.uint8, device=device)
     # The library itself makes the stream's device the current one while it launches.

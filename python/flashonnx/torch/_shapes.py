@@ -25,6 +25,7 @@ class Problem:
     past_value: Tensor | None
     lengths: Tensor | None
     sinks: Tensor | None
+    biases: tuple[Tensor, Tensor, Tensor] | None  # of Q (Hq, D), of K (Hkv, D), of V (Hkv, Dv)
     four: bool  # Y has four dimensions
     time_major: bool
 
@@ -68,6 +69,7 @@ def describe(
     past_value: Tensor | None,
     nonpad_kv_seqlen: Tensor | None,
     sinks: Tensor | None,
+    bias: Tensor | None,
     *,
     q_num_heads: int | None,
     kv_num_heads: int | None,
@@ -88,7 +90,7 @@ def describe(
     if scale is not None and not 0 < _float32(scale) < float("inf"):
         raise ValueError(f"FlashAttention: attribute 'scale' is expected to be positive and finite, got {scale:g}")
     inputs = {"Q": query, "K": key, "V": value, "attn_mask": attn_mask, "past_key": past_key}
-    inputs |= {"past_value": past_value, "nonpad_kv_seqlen": nonpad_kv_seqlen, "sinks": sinks}
+    inputs |= {"past_value": past_value, "nonpad_kv_seqlen": nonpad_kv_seqlen, "sinks": sinks, "bias": bias}
     _check_types({name: tensor for name, tensor in inputs.items() if tensor is not None})
     for name in "KV":
         if packed == (inputs[name] is not None):
@@ -100,7 +102,7 @@ def describe(
         assert key is not None and value is not None
         q, k, v = _separate(query, key, value, q_num_heads, kv_num_heads)
     problem = Problem(
-        q, k, v, attn_mask, past_key, past_value, nonpad_kv_seqlen, sinks,
+        q, k, v, attn_mask, past_key, past_value, nonpad_kv_seqlen, sinks, None,
         four=not packed and query.ndim == 4, time_major=qkv_layout == "time_major",
     )  # fmt: skip
     _check_heads(problem)
@@ -109,7 +111,11 @@ def describe(
         _check_mask(problem, attn_mask)
     _check_vector("nonpad_kv_seqlen", nonpad_kv_seqlen, q.shape[0], "the batch size")
     _check_vector("sinks", sinks, q.shape[1], "the query heads")
-    return problem
+    if bias is None:
+        return problem
+    width = sum(x.shape[1] * x.shape[3] for x in (q, k, v))
+    _check_vector("bias", bias, width, "the features of the projections")
+    return dataclasses.replace(problem, biases=_biases(problem, bias, qkv_layout))
 
 
 def check_numbers(softcap: float, left: int, right: int, empty_row: str, sinks: bool) -> None:
@@ -160,7 +166,7 @@ def _check_types(given: dict[str, Tensor]) -> None:
     kind, device = given["Q"].dtype, given["Q"].device
     if device.type not in ("cpu", "cuda", "meta"):
         _refuse("Q", "to be on a CPU or CUDA device", device)
-    same = dict.fromkeys(("K", "V", "past_key", "past_value"), (kind,))
+    same = dict.fromkeys(("K", "V", "past_key", "past_value", "bias"), (kind,))
     masks, vectors = (torch.bool, kind, torch.float32), {"nonpad_kv_seqlen": (torch.int64, torch.int32)}
     allowed = {"Q": FLOATS, "attn_mask": masks, "sinks": (torch.float32, kind)} | same | vectors
     for name, tensor in given.items():
@@ -232,6 +238,19 @@ def _unpack(packed: Tensor, q_heads: int | None, kv_heads: int | None, layout: s
     heads = _split("Q", packed, q_heads + 2 * kv_heads)
     q, k, v = heads.split((q_heads, kv_heads, kv_heads), dim=1)
     return q, k, v
+
+
+def _biases(p: Problem, bias: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of the bias of each projection, packed as Q is."""
+    q_heads, kv_heads = p.q.shape[1], p.k.shape[1]
+    if layout == "separate":
+        sizes = [x.shape[1] * x.shape[3] for x in (p.q, p.k, p.v)]
+        parts = bias.split(sizes)
+        heads = (q_heads, kv_heads, kv_heads)
+        q, k, v = (part.view(n, -1) for part, n in zip(parts, heads, strict=True))
+        return q, k, v
+    q, k, v = _unpack(bias[None, None], q_heads, kv_heads, layout)
+    return q[0, :, 0], k[0, :, 0], v[0, :, 0]
 
 
 def _check_heads(p: Problem) -> None:
