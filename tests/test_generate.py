@@ -161,15 +161,15 @@ def test_models_from_elsewhere(exported: Any, wanted: Any, tmp_path: Path) -> No
     _, path = exported("llama", "static")
     model = onnx.load(path)
     before = model.SerializeToString()
-    (tmp_path / "folder").mkdir()
-    apart = tmp_path / "folder" / "decoder.onnx"
+    apart = tmp_path / "decoder.onnx"
     onnx.save_model(onnx.load(path), apart, save_as_external_data=True, location="weights", size_threshold=0)
-    assert (tmp_path / "folder" / "weights").stat().st_size > apart.stat().st_size / 4
+    assert (tmp_path / "weights").stat().st_size > apart.stat().st_size / 4
     options = ort.SessionOptions()
     for given in (apart, str(apart), model, before):
         generator = Generator(given, device="cpu", capacity=40, session_options=options)
         assert generator(PROMPTS[:1], 5).tokens == [wanted["llama"][0][:5]]
     assert model.SerializeToString() == before
+    assert not options.get_session_config_entry("session.model_external_initializers_file_folder_path")  # nor to others
     with pytest.raises(ValueError, match="the bytes are not an ONNX model"):
         Generator(b"no model", device="cpu")
     with pytest.raises(FileNotFoundError, match="nowhere"):

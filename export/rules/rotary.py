@@ -58,7 +58,12 @@ def rotation(facts: Facts, value: ir.Value) -> Rotation | None:
 
 
 def _whole(facts: Facts, value: ir.Value) -> Rotation | None:
-    return _sum(facts, value) or _of_halves(facts, value)
+    found = _sum(facts, value) or _of_halves(facts, value)
+    if found is None:
+        return None
+    # Both tables are read at the same places.
+    batches = [(facts.dims(table) or (None,))[0] for table in (found.cos, found.sin)]
+    return found if batches[0] == batches[1] else None
 
 
 def _of_halves(facts: Facts, value: ir.Value) -> Rotation | None:

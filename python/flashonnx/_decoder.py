@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,12 +65,13 @@ class Decoder:
             _need_cuda(self._ort.get_available_providers())
         self._place = (device, device_id if device == "cuda" else 0)
         options = session_options if session_options is not None else self._ort.SessionOptions()
-        prepared = self._prepared(model, options)
+        prepared, folder = self._prepared(model)
         graph = cuda_graph and device == "cuda"
         given = {"device_id": str(device_id), "enable_cuda_graph": str(int(graph)), **(provider_options or {})}
         cuda = [("CUDAExecutionProvider", given)] if device == "cuda" else []
         self._providers = [*cuda, "CPUExecutionProvider"]
-        self.session = session(prepared, self._providers, options)
+        with _weights_in(folder, options, session_options is not None):
+            self.session = session(prepared, self._providers, options)
         if cuda and "CUDAExecutionProvider" not in self.session.get_providers():
             raise LibraryError(
                 "Generator: device='cuda': ONNX Runtime could not load its CUDA provider; it says why above"
@@ -79,7 +81,7 @@ class Decoder:
         self._prompt_options.add_run_config_entry("gpu_graph_id", _EAGER)
         self._single_options.add_run_config_entry("gpu_graph_id", _GRAPH)
 
-    def _prepared(self, model: Any, options: onnxruntime.SessionOptions) -> onnx.ModelProto:
+    def _prepared(self, model: Any) -> tuple[onnx.ModelProto, Path | None]:
         """The model as it is run (see _last_logits.py), after its checks; what is external stays so."""
         import onnx
         import onnx_ir as ir
@@ -104,9 +106,8 @@ class Decoder:
             find_greatest(graph)
         self._inputs = {value.name: _kind(value) for value in graph.inputs if not value.is_initializer()}
         if source.folder is not None:
-            options.add_session_config_entry(_FOLDER, str(Path(source.folder).absolute()))
             _inline_small(source.model)
-        return ir.to_proto(source.model)
+        return ir.to_proto(source.model), source.folder
 
     def _chooses(self) -> bool:
         """Whether nodes of the graph find the greatest logits."""
@@ -239,6 +240,23 @@ class Decoder:
             return greatest(self.logits(places))
         tokens, values = self._exchange.arrays[TOKENS], self._exchange.arrays[GREATEST]
         return [tokens.item(b) for b in places], [values.item(b) for b in places]
+
+
+@contextlib.contextmanager
+def _weights_in(folder: Path | None, options: onnxruntime.SessionOptions, lent: bool) -> Iterator[None]:
+    """Has a session look for external weights there while it is made; options that are lent are as before then."""
+    if folder is None:
+        yield
+        return
+    before = ""
+    with contextlib.suppress(RuntimeError):  # there is none
+        before = options.get_session_config_entry(_FOLDER)
+    options.add_session_config_entry(_FOLDER, str(Path(folder).absolute()))
+    try:
+        yield
+    finally:
+        if lent:
+            options.add_session_config_entry(_FOLDER, before)
 
 
 def _need_cuda(providers: list[str]) -> None:

@@ -172,7 +172,14 @@ def test_part_of_the_head() -> None:
     assert list(node.input[:3]) == ["q3", "k3", "v3"]
 
 
+# Of cos and sin, one for all sentences alike.
+ALIKE = """
+    rf = Cast<to=1>(r) rc = Unsqueeze(rf, o0) rcol = Unsqueeze(rc, a2) ra = Mul(rcol, freq)
+    rb = Concat<axis=-1>(ra, ra) rc3 = Cos(rb) rz3 = Sin(rb) cos1 = Unsqueeze(rc3, o1) sin1 = Unsqueeze(rz3, o1)
+"""
 NOT_TURNED = {
+    "cos for all sentences alike": ALIKE + turn("q", "cos1") + turn("k", "cos1"),
+    "sin for all sentences alike": ALIKE + turn("q", "cos", "sin1") + turn("k", "cos", "sin1"),
     "halves of the tables differ": """fr = Constant<value_floats=[0.9, 0.2, 0.1, 0.01]>() an = Mul(col, fr)
         bo = Concat<axis=-1>(angle, an) cc = Cos(bo) pc = Unsqueeze(cc, o1)""" + turn("q", "pc") + turn("k", "pc"),
     "other angles for keys": "cs = Mul(cos, two)" + turn("q") + turn("k", "cs"),
