@@ -157,6 +157,8 @@ __device__ __forceinline__ void named_arrive(int name, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
+__device__ __forceinline__ void pause() { asm volatile("nanosleep.u32 0;" ::: "memory"); }
+
 // Ends the thread where it stands: a return is a jump to the end of the kernel's code.
 __device__ __forceinline__ void exit_if(bool condition) {
   asm volatile(

@@ -253,14 +253,11 @@ class Consumer {
     }
     const Raise raise = weigh<kLook>(tile, near, mask, pairs, scores, state);
     fence_registers(scores);
-    // The branch keeps exponentials before the wait for the products that they are meant to run
-    // beside: the assembler puts them off otherwise.
-    if (raise.any) {
-      wait_products<0>();
-      fence_registers(output);
-      rescale<C>(raise, output);
-    }
+    // The assembler puts exponentials off until after the wait for the products that they are meant
+    // to run beside, unless something before it hangs on them. The wait is the whole group's.
+    if (raise.any) pause();
     end_values(output);
+    if (raise.any) rescale<C>(raise, output);
     pack_scores<T, C>(scores, p);
   }
 
