@@ -122,6 +122,7 @@ def test_errors(models: Command, tmp_path: Path) -> None:
         ("missing.py:f", "there is no file 'missing.py'"),
         ("models_to_export", "expected as hf:FOLDER or module:function"),
         (f"hf:{tmp_path}", "has none"),
+        (str(tmp_path), f"in that folder write hf:{tmp_path}"),
     ):
         said = models("export", source, "-o", "out.onnx", code=2)
         assert expected in said and said.startswith("flashonnx: ") and said.count("\n") == 1, said

@@ -267,7 +267,9 @@ def _weights_in(folder: Path | None, options: onnxruntime.SessionOptions, lent: 
 
 def _need_cuda(providers: list[str]) -> None:
     """Raises a LibraryError unless ONNX Runtime, the library and the machine have CUDA."""
-    why = "pip install onnxruntime-gpu" if "CUDAExecutionProvider" not in providers else cuda_unavailable()
+    why = cuda_unavailable()
+    if "CUDAExecutionProvider" not in providers:
+        why = f"pip install onnxruntime-gpu; and {why}" if why else "pip install onnxruntime-gpu"
     if why is not None:
         raise LibraryError(f"Generator: device='cuda' is not to be had with providers {', '.join(providers)}: {why}")
 

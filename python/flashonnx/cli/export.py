@@ -110,7 +110,8 @@ def _called(source: str) -> dict[str, Any]:
 
     name, separator, function = source.rpartition(":")
     if not separator or not name or not function:
-        raise ValueError(f"export: the source is expected as hf:FOLDER or module:function, got '{source}'")
+        folder = f": for a model of transformers in that folder write hf:{source}" if Path(source).is_dir() else ""
+        raise ValueError(f"export: the source is expected as hf:FOLDER or module:function, got '{source}'{folder}")
     module = _imported(name)
     made: Any = module
     for part in function.split("."):
