@@ -146,6 +146,9 @@ def small(name: str) -> Any:
     if name == "ast":
         sizes = {"patch_size": 8, "time_stride": 8, "frequency_stride": 8, "max_length": 32, "num_mel_bins": 16}
         return transformers.ASTModel(transformers.ASTConfig(**sizes, **shared))
+    if name == "mixtral":
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 1}
+        return transformers.MixtralForCausalLM(transformers.MixtralConfig(vocab_size=50, **experts, **shared))
     config = transformers.T5Config(vocab_size=50, d_model=32, num_layers=1, num_heads=2, d_kv=16, d_ff=64)
     return transformers.T5ForConditionalGeneration(config)
 
@@ -153,6 +156,7 @@ def small(name: str) -> Any:
 @pytest.mark.parametrize("name", ["bert", pytest.param("llama", marks=pytest.mark.slow),
                                   pytest.param("vit", marks=pytest.mark.slow),
                                   pytest.param("ast", marks=pytest.mark.slow),
+                                  pytest.param("mixtral", marks=pytest.mark.slow),
                                   pytest.param("t5", marks=pytest.mark.slow)])  # fmt: skip
 def test_folders_of_transformers(name: str, flashonnx_command: Command) -> None:
     """Weights are those of the folder; inputs get the names and axes of their kind."""
@@ -178,6 +182,20 @@ def test_folders_of_transformers(name: str, flashonnx_command: Command) -> None:
         expected = model(**{key: torch.from_numpy(x) for key, x in feeds.items()}, return_dict=True)[0].numpy()
     y = session.run(None, feeds)[0]
     np.testing.assert_allclose(y, expected, atol=2e-5)
+
+
+def test_experts_in_one_operator(tmp_path: Path) -> None:
+    """As transformers has them unless told otherwise, torch cannot export them; the error says what to call."""
+    import flashonnx
+
+    model = small("mixtral").eval()
+    model.config.use_cache = False
+    ids = torch.ones(2, 5, dtype=torch.int64)
+    with pytest.raises(torch.onnx.OnnxExporterError) as caught:
+        flashonnx.export_onnx(model, (ids,), tmp_path / "out.onnx")
+    assert 'set_experts_implementation("batched_mm")' in "".join(caught.value.__notes__)
+    with pytest.raises(ValueError, match="set_experts_implementation"):
+        flashonnx.export_onnx(model, (), tmp_path / "out.onnx", kv_cache="static")
 
 
 @pytest.mark.slow

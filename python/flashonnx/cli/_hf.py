@@ -45,6 +45,8 @@ def example(folder: str, class_name: str | None, sizes: Mapping[str, int]) -> di
         part = getattr(module, "config", None)
         if part is not None and hasattr(part, "use_cache"):
             part.use_cache = False
+    if hasattr(model, "set_experts_implementation"):  # there is no operator of ONNX for the default
+        model.set_experts_implementation("batched_mm")
     inputs, axes = _inputs(model, _SIZES | dict(sizes))
     return {"model": model, "kwargs": inputs, "dynamic_shapes": axes}
 
