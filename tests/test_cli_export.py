@@ -184,20 +184,6 @@ def test_folders_of_transformers(name: str, flashonnx_command: Command) -> None:
     np.testing.assert_allclose(y, expected, atol=2e-5)
 
 
-def test_experts_in_one_operator(tmp_path: Path) -> None:
-    """As transformers has them unless told otherwise, torch cannot export them; the error says what to call."""
-    import flashonnx
-
-    model = small("mixtral").eval()
-    model.config.use_cache = False
-    ids = torch.ones(2, 5, dtype=torch.int64)
-    with pytest.raises(torch.onnx.OnnxExporterError) as caught:
-        flashonnx.export_onnx(model, (ids,), tmp_path / "out.onnx")
-    assert 'set_experts_implementation("batched_mm")' in "".join(caught.value.__notes__)
-    with pytest.raises(ValueError, match="set_experts_implementation"):
-        flashonnx.export_onnx(model, (), tmp_path / "out.onnx", kv_cache="static")
-
-
 @pytest.mark.slow
 def test_caches(flashonnx_command: Command) -> None:
     """A decoder's folder with its caches as inputs and outputs."""

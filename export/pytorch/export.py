@@ -31,13 +31,10 @@ if TYPE_CHECKING:
 DEFAULT_OPSET = 20
 OLDEST_OPSET, NEWEST_OPSET = 18, 25  # torch exports at 18 and converts from there, silently not at all beyond 25
 
-# What to do about errors whose own words do not say, by a part of these.
-_HINTS = {
-    "transformers.cache_utils": "The model returns its cache: set model.config.use_cache = False before the export, or "
-    'make the caches inputs and outputs by kv_cache="static" or "paged".',
-    "grouped_mm": "The model's experts are one operator, which ONNX has not: call "
-    'model.set_experts_implementation("batched_mm") before the export.',
-}
+_RETURNS_CACHE = (
+    "The model returns its cache: set model.config.use_cache = False before the export, or make the caches inputs and "
+    'outputs by kv_cache="static" or "paged".'
+)
 _OURS = ("dynamo", "f", "opset_version", "fallback", "export_params", "keep_initializers_as_inputs")
 
 
@@ -115,8 +112,8 @@ def export_onnx(
             try:
                 program = torch.onnx.export(model, args, **kw)
             except Exception as error:
-                for hint in _hints(error):
-                    error.add_note(hint)
+                if "transformers.cache_utils" in str(error):
+                    error.add_note(_RETURNS_CACHE)
                 raise
         return program.model, _fuse(program.model, how)
 
@@ -126,10 +123,6 @@ def export_onnx(
     return dataclasses.replace(
         report, notes=(*notes, *_fixed(exported, dynamic_shapes), *_training(model), *report.notes)
     )
-
-
-def _hints(error: Exception) -> list[str]:
-    return [hint for part, hint in _HINTS.items() if part in str(error)]
 
 
 def _fixed(model: ir.Model, dynamic_shapes: Any) -> list[str]:
@@ -197,7 +190,7 @@ def _with_cache(
             unproved = _prove_rows(exported)  # before tables of all sentences' angles are made
             report = _fuse(exported, how)
     except Exception as error:
-        why = ". ".join([transformers_route.why_not(route, error), *_hints(error)])
+        why = transformers_route.why_not(route, error)
         raise CacheExportError(f"export_onnx: {type(model).__name__} with kv_cache: {why}") from error
     if unproved and not more:
         raise CacheExportError(f"export_onnx: {type(model).__name__} with kv_cache: {unproved}")
