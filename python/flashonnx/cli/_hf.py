@@ -78,8 +78,8 @@ def _inputs(model: Any, sizes: Mapping[str, int]) -> tuple[dict[str, Any], dict[
         inputs["input_features"] = torch.randn((batch, bins, frames), generator=generator)
         axes["input_features"] = {0: "batch"}
     elif "input_values" in taken and config.model_type == "audio-spectrogram-transformer":
-        shape = (batch, config.max_length, config.num_mel_bins)
-        inputs["input_values"], axes["input_values"] = torch.randn(shape, generator=generator), {0: "batch"}
+        spectrogram = (batch, config.max_length, config.num_mel_bins)
+        inputs["input_values"], axes["input_values"] = torch.randn(spectrogram, generator=generator), {0: "batch"}
     elif "input_values" in taken and model.main_input_name == "input_values":
         inputs["input_values"] = torch.randn((batch, 16000), generator=generator)
         axes["input_values"] = {0: "batch", 1: "samples"}
