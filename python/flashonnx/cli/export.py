@@ -93,8 +93,8 @@ def export(
             arguments = {name: arguments[name] for name in ("model", "opset") if name in arguments}
             arguments["kv_cache"] = kv_cache.value
         model, args = arguments.pop("model"), arguments.pop("args", ())
-        how = {"portable": portable, "join_projections": join_projections}
-        done = flashonnx.export_onnx(model, tuple(args), output, **how, **arguments)
+        arguments |= {"portable": portable, "join_projections": join_projections}
+        done = flashonnx.export_onnx(model, tuple(args), output, **arguments)
     tell(done, files, output, json, {})
     if strict and done.fused < done.total:
         raise typer.Exit(1)
