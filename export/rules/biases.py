@@ -5,7 +5,8 @@ Kernels that take it may spare a pass over the projections.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 from flashonnx.export.model.build import Builder, Names
@@ -44,19 +45,30 @@ def take(fusion: Fusion, node: ir.Node) -> list[ir.Node]:
 def _of_three(facts: Facts, given: Mapping[str, ir.Value | None]) -> dict[str, ir.Value | None] | None:
     """Q, K and V without the parts of one vector that are added to them, and that vector; None if it is not so."""
     found: dict[str, ir.Value | None] = {}
-    splits: list[ir.Node] = []
-    for place, name in enumerate("QKV"):
+    parts: list[ir.Value] = []
+    for name in "QKV":
         last = only(given.get(name))
         for projected, part in (last.inputs, last.inputs[::-1]) if last is not None and last.op_type == "Add" else ():
             vector = _vector(facts, part, facts.dims(projected)) if part is not None else None
-            split = vector.producer() if vector is not None else None
-            if split is None or split.op_type != "Split" or split.domain or len(split.outputs) != 3:
-                continue
-            if facts.rank(split.inputs[0]) == 1 and vector is split.outputs[place]:
+            if vector is not None and _is_cut(vector):
                 found[name] = projected
-                splits.append(split)
+                parts.append(vector)
                 break
-    return found | {"bias": splits[0].inputs[0]} if len(splits) == 3 and len(set(splits)) == 1 else None
+    whole = whole_of(facts, parts)
+    return found | {"bias": whole} if len(found) == 3 and whole is not None else None
+
+
+def whole_of(facts: Facts, parts: Sequence[ir.Value]) -> ir.Value | None:
+    """The vector whose parts these are, in their order; None if there is none."""
+    node = parts[0].producer() if parts and _is_cut(parts[0]) else None
+    if node is None or facts.rank(node.inputs[0]) != 1:
+        return None
+    return node.inputs[0] if list(node.outputs) == list(parts) else None
+
+
+def _is_cut(value: ir.Value) -> bool:
+    node = value.producer()
+    return node is not None and node.op_type == "Split" and not node.domain
 
 
 def _vector(facts: Facts, value: ir.Value, like: Dims | None) -> ir.Value:
@@ -106,7 +118,7 @@ def _without_gemm(facts: Facts, builder: Builder, last: ir.Node) -> tuple[ir.Val
 
 
 def add_apart(model: ir.Model) -> None:
-    """Takes the biases of FlashAttention nodes away again: Q, K and V of three dimensions get them before.
+    """Takes the biases of FlashAttention nodes away again: Q, K and V get them before.
 
     Operators for caches have none.
     """
@@ -119,20 +131,30 @@ def _add_apart(facts: Facts, builder: Builder, node: ir.Node) -> None:
     given = dict(zip(schema.INPUTS, node.inputs, strict=False))
     bias, graph = given.get("bias"), node.graph
     names = [name for name in "QKV" if given.get(name) is not None]
-    dims = [facts.dims(given[name]) or () for name in names]
-    widths = [shape[2].value for shape in dims if len(shape) == 3]
-    if bias is None or graph is None or len(widths) < len(names) or None in widths:
+    rows = [_row(facts.dims(given[name])) for name in names]
+    if bias is None or graph is None or any(row is None for row in rows):
         return
+    shapes = [row for row in rows if row is not None]
     parts = [bias]
     if len(names) == 3:
-        sizes = builder.ints([width for width in widths if width is not None])
-        made = builder.op("Split", bias, sizes, outputs=3, axis=0).producer()
+        made = builder.op("Split", bias, builder.ints([math.prod(row) for row in shapes]), outputs=3, axis=0).producer()
         assert made is not None
         parts = list(made.outputs)
-    for name, part in zip(names, parts, strict=True):
-        given[name] = builder.op("Add", given[name], part)
+    for name, part, row in zip(names, parts, shapes, strict=True):
+        given[name] = builder.op(
+            "Add", given[name], builder.op("Reshape", part, builder.ints(row)) if row[1:] else part
+        )
     graph.insert_before(node, builder.nodes)
     give(node, given | {"bias": None})
+
+
+def _row(dims: Dims | None) -> list[int] | None:
+    """The shape in which a bias is added to Q, K, V or all three of `dims`; None where it is not known."""
+    if dims is None:
+        return None
+    own = (dims[1], Dim.of(1), dims[3]) if len(dims) == 4 else dims[2:]  # heads before tokens, or behind
+    row = [dim.value for dim in own]
+    return [size for size in row if size is not None] if row and None not in row else None
 
 
 def give(node: ir.Node, inputs: Mapping[str, ir.Value | None]) -> None:
@@ -152,7 +174,7 @@ def is_stored(value: ir.Value | None) -> bool:
         return value is not None and value.is_initializer() and not value.is_graph_input()
     if node.domain:
         return False
-    if node.op_type in ("Identity", "Transpose", "Reshape"):
+    if node.op_type in ("Identity", "Transpose", "Reshape", "Split"):
         return is_stored(node.inputs[0])
     return node.op_type == "Constant" or (node.op_type == "Concat" and all(map(is_stored, node.inputs)))
 

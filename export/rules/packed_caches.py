@@ -21,7 +21,7 @@ def uncut(fusion: Fusion, node: ir.Node) -> list[ir.Node]:
     if node.op_type not in (schema.OP_TYPE, KV_CACHE) or len(tensors) < 3 or "q_num_heads" not in node.attributes:
         return []
     given = dict(zip(schema.inputs_of(node.op_type), node.inputs, strict=False))
-    if node.op_type == schema.OP_TYPE and (given.get("past_key") is None or given.get("bias") is not None):
+    if node.op_type == schema.OP_TYPE and given.get("past_key") is None:
         return []
     facts = fusion.facts
     if facts.rank(tensors[0]) != (2 if given.get("cu_seqlens_q") is not None else 3):

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from flashonnx.export.operator import schema
 from flashonnx.export.operator.cache_schema import KV_CACHE
 from flashonnx.export.rules.base import Fusion
-from flashonnx.export.rules.biases import give, is_stored, only
+from flashonnx.export.rules.biases import give, is_stored, only, whole_of
 from flashonnx.export.values.facts import Facts
 
 _HEADS = ("q_num_heads", "kv_num_heads")
@@ -65,7 +65,7 @@ def join(fusion: Fusion, node: ir.Node) -> list[ir.Node]:
         kind = facts.dtype(found[0].weight)
         assert kind is not None
         biases = [part.bias or builder.constant(np.zeros(part.width, kind.numpy())) for part in found]
-        bias = builder.op("Concat", *biases, axis=0)
+        bias = whole_of(facts, biases) or builder.op("Concat", *biases, axis=0)
     if bias is not None and node.op_type == KV_CACHE:  # which has none
         # Of three dimensions, so that ONNX Runtime makes no Gemm of it; see multi_head.py.
         packed, bias = builder.op("Add", packed, builder.op("Unsqueeze", bias, builder.ints([0, 1]))), None
