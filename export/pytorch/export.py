@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flashonnx.export.pytorch import exporter_faults
 from flashonnx.export.pytorch.advice import advice, of_experts
 
 if TYPE_CHECKING:
@@ -107,12 +108,12 @@ def export_onnx(
     def convert() -> tuple[ir.Model, Report]:
         with _quiet(), _plain_modules(), torch.no_grad():
             try:
-                program = torch.onnx.export(model, args, **kw)
+                exported = exporter_faults.export(model, args, kw)
             except Exception as error:
                 if advised := advice(model, error):
                     error.add_note(advised)
                 raise
-        return program.model, _fuse(program.model, portable)
+        return exported, _fuse(exported, portable)
 
     converted, notes = _by_route(model, convert)
     exported, report = converted if converted is not None else convert()
@@ -182,7 +183,7 @@ def _with_cache(
     kw = {"verbose": False} | kw | arguments | {"dynamo": True, "custom_translation_table": table}
     try:
         with route, _quiet(), _held_back(), _plain_modules(), torch.no_grad():
-            exported = torch.onnx.export(module, **kw).model
+            exported = exporter_faults.export(module, kw.pop("args"), kw)
             kv_cache.check_numbers(exported, route)
             unproved = _prove_rows(exported)  # before tables of all sentences' angles are made
             report = _fuse(exported, portable)
@@ -254,7 +255,6 @@ def _fuse(model: ir.Model, portable: bool) -> Report:
     from flashonnx.export import Report, fusion
     from flashonnx.export.operator import schema
     from flashonnx.export.operator.cache_schema import KV_CACHE, VARLEN
-    from flashonnx.export.pytorch import exporter_faults
 
     exporter_faults.spread_rotary_caches(model)
     ours = (schema.DOMAIN, schema.OP_TYPE)
