@@ -255,6 +255,7 @@ def _fuse(model: ir.Model, portable: bool) -> Report:
     from flashonnx.export import Report, fusion
     from flashonnx.export.operator import schema
     from flashonnx.export.operator.cache_schema import KV_CACHE, VARLEN
+    from flashonnx.export.rules import projections
 
     exporter_faults.spread_rotary_caches(model)
     ours = (schema.DOMAIN, schema.OP_TYPE)
@@ -266,6 +267,7 @@ def _fuse(model: ir.Model, portable: bool) -> Report:
             _tidy(node, schema.OPERATORS[kind], outputs)
     kinds = {node.name: _kind(node) for node in caught}
     report = fusion.fuse_ir(model, portable=portable)
+    projections.store_joined(model)
     sites = [
         dataclasses.replace(site, kind="torch.ops.flashonnx.attention_varlen", reason="")
         if site.kind == VARLEN

@@ -8,6 +8,8 @@ attention's own, whose kernels may spare a pass over the projections.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -98,3 +100,38 @@ def _projection(facts: Facts, value: ir.Value | None) -> _Projection | None:
     if width is None or (bias is not None and facts.dims(bias) != (width,)):
         return None
     return _Projection(source, weight, bias, width)
+
+
+def store_joined(model: ir.Model) -> None:
+    """Makes weights of Concats of weights that nobody else uses, as tools that quantize weights look at these alone.
+
+    The numbers are put together when the model is written. That is for models that come from PyTorch: a file keeps its
+    external weights where they are.
+    """
+    for node in [node for node in model.graph if node.op_type == "Concat" and not node.domain]:
+        parts = [value for value in node.inputs if value is not None and _is_own_weight(value)]
+        tensors = [value.const_value for value in parts if value.const_value is not None]
+        joined = node.outputs[0]
+        if len(tensors) < len(node.inputs) or joined.is_graph_output() or joined.name is None:
+            continue
+        axis = node.attributes["axis"].as_int() % len(tensors[0].shape)
+        shape = list(tensors[0].shape.numpy())
+        shape[axis] = sum(tensor.shape.numpy()[axis] for tensor in tensors)
+        made = functools.partial(_side_by_side, tensors, axis)
+        tensor = ir.LazyTensor(made, tensors[0].dtype, ir.Shape(shape), name=joined.name)
+        kind = ir.TensorType(tensor.dtype)
+        value = ir.Value(name=joined.name, type=kind, shape=tensor.shape, const_value=tensor)
+        ir.convenience.replace_all_uses_with(joined, value)
+        model.graph.remove(node, safe=True)
+        model.graph.initializers[joined.name] = value
+        for part in parts:
+            del model.graph.initializers[part.name or ""]
+
+
+def _is_own_weight(value: ir.Value) -> bool:
+    is_shared = value.is_graph_input() or value.is_graph_output() or len(tuple(value.uses())) > 1
+    return value.is_initializer() and not is_shared
+
+
+def _side_by_side(tensors: Sequence[ir.TensorProtocol], axis: int) -> ir.Tensor:
+    return ir.Tensor(np.concatenate([tensor.numpy() for tensor in tensors], axis), dtype=tensors[0].dtype)
