@@ -19,6 +19,7 @@ def export(module: Any, args: tuple[Any, ...], options: dict[str, Any]) -> ir.Mo
 
     is_optimized = options.get("optimize", True)
     program = torch.onnx.export(module, args, **(options | {"optimize": False}))
+    assert program is not None  # what dynamo=True gives
     if is_optimized:
         keep_small_numbers(program.model)
         program.optimize()

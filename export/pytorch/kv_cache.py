@@ -74,7 +74,7 @@ class Caches:
 
     is_compileable = False
 
-    def __init__(self, route: Route, caches: tuple[Any, ...], lengths: Any, block_table: Any) -> None:
+    def __init__(self, route: CacheRoute, caches: tuple[Any, ...], lengths: Any, block_table: Any) -> None:
         self.keys, self.values = caches[::2], caches[1::2]
         self.lengths, self.block_table = lengths, block_table
         self.presents: dict[int, tuple[Any, Any]] = {}

@@ -133,5 +133,5 @@ def _is_own_weight(value: ir.Value) -> bool:
     return value.is_initializer() and not is_shared
 
 
-def _side_by_side(tensors: Sequence[ir.TensorProtocol], axis: int) -> ir.Tensor:
+def _side_by_side(tensors: Sequence[ir.TensorProtocol], axis: int) -> ir.TensorProtocol:
     return ir.Tensor(np.concatenate([tensor.numpy() for tensor in tensors], axis), dtype=tensors[0].dtype)
