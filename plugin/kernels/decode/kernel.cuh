@@ -67,7 +67,8 @@ __device__ __forceinline__ void walk(const Block<T, C>& block, const Shared<C>& 
   const uint32_t ring = sm80::shared_address(shared.rings) + lane.warp * C::kRingBytes;
   const int step = block.step;
   int tile = block.tile, ahead = tile;
-  // Tiles before hold only keys that were there before those which the kernel before appends.
+  // Only tiles from here on hold keys which the kernel before appends: for others nobody waits, as
+  // that one is slow while so much is being read.
   const int new_tile = (block.keys.end - d.added) / C::kKeys;
   bool missing = false;  // a page, in this tile or one before
 #pragma unroll 1
@@ -83,13 +84,13 @@ __device__ __forceinline__ void walk(const Block<T, C>& block, const Shared<C>& 
     ahead += step;
   }
   begun();
-  if (!kCareful) wait_for_predecessor();
   loader.keep_pages(block.pages, ring + C::kPagesAt);
   Queries<C> q;
   if (!kCareful) {
     if (queries_come_first(d)) {
       wait_copies<C::kStages>();
     } else {
+      wait_for_predecessor();
       copy_queries<T, C>(p, d, block.rows, threadIdx.x, blockDim.x, shared.queries);
     }
     __syncthreads();
@@ -98,6 +99,7 @@ __device__ __forceinline__ void walk(const Block<T, C>& block, const Shared<C>& 
   clear<C>(state);
   const TileLane<C> at(lane.lane);
   uint32_t stage = ring, kept = ring + C::kPagesAt;
+  bool waited = kCareful;
 #pragma unroll 1
   for (; tile < block.last_tile; tile += step) {
     wait_copies<C::kStages - 1>();
@@ -108,6 +110,7 @@ __device__ __forceinline__ void walk(const Block<T, C>& block, const Shared<C>& 
                                 state, [&] { place = loader.place_of(ahead, page); });
     __syncwarp();
     if (ahead < block.last_tile) {
+      if (!waited) wait_for_predecessor(), waited = true;
       missing |= place.missing;
       loader.copy(p, place, stage);
     }
@@ -161,6 +164,7 @@ __global__ void __launch_bounds__(32 * C::kMaxWarps, 1)
       if (threadIdx.x == 0) expect_from_cluster<C>(d, block.work, block.rows, shared);
       cluster_arrive();
     });
+    wait_for_predecessor();   // as others wait for this kernel alone
     let_dependents_launch();  // not before: until now there is no room for them
     if (may_be_masked(p, block.keys) && __any_sync(0xffffffffu, holds_nonfinite<C>(state))) {
       attend_carefully<T, C>(p, d, memory);
