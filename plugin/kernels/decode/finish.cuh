@@ -17,35 +17,8 @@ struct Sums {  // of a row
   float maximum = -FLT_MAX, sum = 0.f;
 };
 
-// The whole of `count` parts; part(i) gives {maximum, sum} as float2.
-template <class Part>
-__device__ __forceinline__ Sums total_of(int count, Part part) {
-  Sums total;
-#pragma unroll 4
-  for (int i = 0; i < count; ++i) total.maximum = fmaxf(total.maximum, part(i).x);
-#pragma unroll 4
-  for (int i = 0; i < count; ++i) {
-    const float2 x = part(i);
-    total.sum = fmaf(exp2_approximate(x.x - total.maximum), x.y, total.sum);
-  }
-  return total;
-}
-
-// Likewise four features: output(i) gives them as float4.
-template <class Part, class Output>
-__device__ __forceinline__ float4 outputs_of(int count, float maximum, Part part, Output output) {
-  float4 all = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll 4
-  for (int i = 0; i < count; ++i) {
-    const float weight = exp2_approximate(part(i).x - maximum);
-    const float4 x = output(i);
-    all.x = fmaf(weight, x.x, all.x), all.y = fmaf(weight, x.y, all.y);
-    all.z = fmaf(weight, x.z, all.z), all.w = fmaf(weight, x.w, all.w);
-  }
-  return all;
-}
-
-// The same of up to kMost parts, in registers: each is asked for once, and all at once.
+// The whole of up to kMost parts, each of which is asked for once, and all at once: part(i) gives
+// {maximum, sum} as float2, output(i) four features as float4.
 template <int kMost>
 struct Weighed {
   Sums total;

@@ -65,13 +65,17 @@ __device__ __forceinline__ int32_t keys_of(const Problem& p, const Decode& d,
 
 // Copies tiles of the keys of one batch entry and key head. Where a key stands is worked out by two
 // lanes, l % 16 == key % 16: those before 16 for K, the others for V; so pages cost a look-up and a
-// few instructions a tile, whatever their size. Then a lane copies chunks lane % 8 + 8 c of rows
-// lane / 8 + 4 i.
+// few instructions a tile, whatever their size. Then a lane copies chunks lane % kRowLanes +
+// kRowLanes c of rows lane / kRowLanes + kRowsAtOnce i: up to 256 bytes of a row at once, as each
+// row of a copy may be on another page of the memory's translation.
 template <class T, class C>
 class Loader {
  public:
-  static constexpr int kLaneRows = C::kKeys / 4;
-  static constexpr int kLaneChunks = C::kDim / 64;
+  static constexpr int kRowLanes = C::kDim == 64 ? 8 : 16;
+  static constexpr int kStepBytes = kRowLanes * 16;
+  static constexpr int kRowsAtOnce = 32 / kRowLanes;
+  static constexpr int kLaneRows = C::kKeys / kRowsAtOnce;
+  static constexpr int kLaneChunks = C::kDim / 8 / kRowLanes;
   static constexpr uint32_t kNowhere = 0xffffffff;
 
   __device__ __forceinline__ Loader(const Problem& p, const Decode& d, int batch, int kv_head,
@@ -89,9 +93,9 @@ class Loader {
     const int64_t token = d_.first_keys ? d_.first_keys[of_batch] : 0;
     const int64_t batch = d_.block_table || d_.first_keys ? 0 : of_batch;
     k_ = static_cast<const char*>(p.k.data) +
-         2 * (batch * p.k.batch + kv_head * p.k.head + token * p.k.row) + lane() % 8 * 16;
+         2 * (batch * p.k.batch + kv_head * p.k.head + token * p.k.row) + lane() % kRowLanes * 16;
     v_ = static_cast<const char*>(p.v.data) +
-         2 * (batch * p.v.batch + kv_head * p.v.head + token * p.v.row) + lane() % 8 * 16;
+         2 * (batch * p.v.batch + kv_head * p.v.head + token * p.v.row) + lane() % kRowLanes * 16;
     table_ = d_.block_table + of_batch * d_.table_batch;
     asm("" : "+l"(k_), "+l"(v_));  // or the tensors' addresses are added again and again
   }
@@ -194,13 +198,15 @@ class Loader {
   // Starts the copies of a tile to `shared`: K, then V.
   __device__ __forceinline__ void copy(const Problem& p, const Place& place,
                                        uint32_t shared) const {
-    const int row = lane() / 8;
-    const uint32_t to = shared + tile_offset<C>(row, lane() % 8);
+    const int row = lane() / kRowLanes;
+    const uint32_t to = shared + tile_offset<C>(row, lane() % kRowLanes);
     const auto place_of_row = [&](int i, bool value) {
-      return __shfl_sync(0xffffffffu, place.units, (value ? C::kKeys : 0) + 4 * i + row);
+      return __shfl_sync(0xffffffffu, place.units, (value ? C::kKeys : 0) + kRowsAtOnce * i + row);
     };
-    // Four rows further only a bit of the swizzle changes, which no first row has set.
-    const auto row_at = [&](int i) { return (to ^ i % 2 * 64) + 4 * i * C::kDim * 2; };
+    // Further rows only change bits of the swizzle that no first row has set.
+    const auto row_at = [&](int i) {
+      return (to ^ kRowsAtOnce * i % 8 * 16) + kRowsAtOnce * i * C::kDim * 2;
+    };
     if (!d_.vectors) {
 #pragma unroll 1
       for (int i = 0; i < kLaneRows; ++i) {
@@ -218,13 +224,13 @@ class Loader {
     for (int i = 0; i < kLaneRows; ++i) {
 #pragma unroll
       for (int c = 0; c < kLaneChunks; ++c) {
-        const int feature = (c * 8 + lane() % 8) * 8;
+        const int feature = (c * kRowLanes + lane() % kRowLanes) * 8;
         const bool read_k = k[i] != kNowhere && feature < p.head_dim;
         const bool read_v = v[i] != kNowhere && feature < p.value_dim;
-        sm80::copy_async(row_at(i) + c * 128, k_ + uint64_t{k[i]} * kUnitBytes + c * 128,
-                         read_k ? 16 : 0);
-        sm80::copy_async(row_at(i) + c * 128 + C::kTileBytes,
-                         v_ + uint64_t{v[i]} * kUnitBytes + c * 128, read_v ? 16 : 0);
+        sm80::copy_async(row_at(i) + c * kStepBytes,
+                         k_ + uint64_t{k[i]} * kUnitBytes + c * kStepBytes, read_k ? 16 : 0);
+        sm80::copy_async(row_at(i) + c * kStepBytes + C::kTileBytes,
+                         v_ + uint64_t{v[i]} * kUnitBytes + c * kStepBytes, read_v ? 16 : 0);
       }
     }
   }
@@ -255,12 +261,12 @@ class Loader {
   // The lane's chunks of a row that is not one of whole, aligned chunks. A call, so that the loops
   // that never make it stay short.
   static __device__ __noinline__ void copy_slowly(uint32_t to, const char* from, int dim) {
-    const int first = lane() % 8;
+    const int first = lane() % kRowLanes;
 #pragma unroll 1
     for (int c = 0; c < kLaneChunks; ++c) {
-      const int chunk = c * 8 + first, valid = max(min(dim - chunk * 8, 8), 0);
+      const int chunk = c * kRowLanes + first, valid = max(min(dim - chunk * 8, 8), 0);
       const T* const row = reinterpret_cast<const T*>(from - first * 16);
-      sm80::store_shared(to + c * 128,
+      sm80::store_shared(to + c * kStepBytes,
                          sm80::load_elements(valid > 0 ? row + chunk * 8 : row, valid));
     }
   }
