@@ -15,6 +15,12 @@ namespace flashonnx::sm90 {
 // cap.
 enum class Masks { kNone, kPacked, kGeneral };
 
+// Where a tile of K or V stands in shared memory, in 16 bytes: from 8 rows to the next ones, and
+// from a box of features to the next.
+struct Layout {
+  uint32_t rows, box;
+};
+
 template <int kDim_, int kGroups_, int kKeys_, int kStages_, int kQueryStages_, bool kTurns_,
           Masks kMasks_ = Masks::kNone, int kValueDim_ = kDim_>
 struct Tiling {
@@ -82,6 +88,9 @@ struct Tiling {
   static constexpr bool kBiasProduct = kPackedMasks;
   static constexpr int kBiasBytes = kBiasProduct ? 16 : 4;
 
+  // A layout: box after box. Pages may come as whole rows.
+  static constexpr uint32_t kRowsApart = 8 * kBoxRow / 16, kBoxesApart = kKeys * kBoxRow / 16;
+
   static constexpr int kScores = kKeys / 2;  // of a thread
   static constexpr int kOutputs = kValueDim / 2 + (kOnes ? 4 : 0);
 
@@ -137,7 +146,7 @@ struct Biased : C {
 template <class C>
 struct Gathered : C {
   static constexpr bool kGathered = true;
-  static constexpr bool kSharesSlowEnd = false;
+  static constexpr bool kSharesSlowEnd = true;
   // Without turns two groups may fall into step and want the tensor cores at the same times, for as
   // long as a tile lasts (docs: two rhythms).
   static constexpr bool kTurns = true;
@@ -145,7 +154,7 @@ struct Gathered : C {
   // of V.
   static constexpr int kItemBytes = 48;
   static constexpr int kDrawnAt = C::kItemsAt + C::kQueryStages * kItemBytes;
-  static constexpr int kPlacesAt = kDrawnAt + (3 * 64 + 5 * 8 + 15) / 16 * 16;
+  static constexpr int kPlacesAt = kDrawnAt + (2 * 64 + 5 * 8 + 15) / 16 * 16;
   static constexpr int kSharedBytes = kPlacesAt + 2 * 32 * 4;
   static_assert(kSharedBytes + C::kAlignment <= 227 * 1024);
 };
