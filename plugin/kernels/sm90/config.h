@@ -71,7 +71,8 @@ struct Tiling {
   static constexpr bool kLeavesOutHidden = kDim == 64 && kGroups == 2 && !kMarks;
 
   // What is rare at the end of a tile of queries has one copy, behind all that is common. With
-  // masks and pages that makes ptxas spill; at head size 64 it costs 2 % of 512 causal tokens.
+  // masks that makes ptxas spill; at head size 64 it costs 2 % of 512 causal tokens, in dense
+  // kernels alone.
   static constexpr bool kSharesSlowEnd = !kMarks && kDim != 64;
 
   // Sums of P say whether a maximum was too low, and half of P of plain tiles is packed beside the
@@ -150,8 +151,8 @@ struct Gathered : C {
   // Without turns two groups may fall into step and want the tensor cores at the same times, for as
   // long as a tile lasts (docs: two rhythms).
   static constexpr bool kTurns = true;
-  // After what is to be done: tiles that were drawn, their barriers, and pages of 32 boxes of K and
-  // of V.
+  // After what is to be done: tiles that were drawn, their barriers, and where 32 boxes of K and of
+  // V are.
   static constexpr int kItemBytes = 48;
   static constexpr int kDrawnAt = C::kItemsAt + C::kQueryStages * kItemBytes;
   static constexpr int kPlacesAt = kDrawnAt + (2 * 64 + 5 * 8 + 15) / 16 * 16;

@@ -165,12 +165,9 @@ class Consumer {
     while (tile >= item().span.first_tile) {
       bool biased = C::kGeneral && general().has_row_biases();
       int run = INT_MAX;
-      if constexpr (C::kGathered) {
-        if (item().misses) run = 0;  // pages: rare, so by a step that there is anyway
-      }
-      if constexpr (C::kMarks) {
+      if constexpr (C::kGathered) run = item().misses ? 0 : run;  // pages: no steps for these alone
+      if constexpr (C::kMarks)
         if (marked()) run = next_visible(tile, biased);
-      }
       const int plain = min(plain_tiles(tile), run);
       if (plain <= 0) {
         step<Look::kBounds>(tile--, scores, p, output, state);
@@ -343,7 +340,7 @@ class Consumer {
     } else if (kLook == Look::kBits || (kLook == Look::kBounds && has_bits())) {
       hide_by_bits<C>(mask, scores);
     }
-    const uint32_t present = present_keys();
+    const uint32_t there = keys_there();
     release(shared_.k_free(keys_.stage()));
     keys_.advance();
     int end = C::kKeys;
@@ -353,9 +350,8 @@ class Consumer {
       const int first_query = at.work.first_query + lane_here().group * 64;
       const int last_query = min(first_query + 63, queries_of<C>(p_, at) - 1);
       if (first_key < at.span.range.lower(last_query) ||
-          first_key + C::kKeys > at.span.range.upper(first_query) || ~present != 0) {
-        apply_bounds<C>(at.span.range, lane_here(), at.work.first_query, first_key, present,
-                        scores);
+          first_key + C::kKeys > at.span.range.upper(first_query) || ~there != 0) {
+        apply_bounds<C>(at.span.range, lane_here(), at.work.first_query, first_key, there, scores);
         end = at.span.range.upper(first_query_of_warp(at.work) + 15) - first_key;
       }
     }
@@ -419,9 +415,8 @@ class Consumer {
   }
 
   // Which keys of the tile have pages.
-  __device__ __forceinline__ uint32_t present_keys() const {
-    if constexpr (C::kGathered)
-      if (item().misses) return *shared_.present(keys_.stage());
+  __device__ __forceinline__ uint32_t keys_there() const {
+    if constexpr (C::kGathered) return item().misses ? *shared_.present(keys_.stage()) : ~0u;
     return ~0u;
   }
 
