@@ -65,10 +65,15 @@ class Gatherer {
         move_to_chunk(chunk(tile));
         end = max(end, tile & -(32 / boxes_));
       }
-      if (is_elected()) copy_run(tile, end);
-      __syncwarp();
-      copied_ += tile - end + 1;
-      tile = end - 1;
+      for (; tile >= end; --tile) {
+        const uint32_t next = shared_.k_full(1) - shared_.k_full(0), free = next / 2;
+        const uint32_t full =
+            (values_ ? shared_.v_full(0) : shared_.k_full(0)) + ring_.stage * next;
+        barrier_wait(full + free, ring_.round ^ 1);
+        if (is_elected()) copy_tile(tile, full);
+        __syncwarp();
+        ring_.advance();
+      }
     }
   }
 
@@ -86,27 +91,18 @@ class Gatherer {
     return static_cast<uint32_t>(key) < static_cast<uint32_t>(limit_);
   }
 
-  // Tiles from this one down to `end`, all of one chunk if there are pages. By one lane.
-  __device__ __forceinline__ void copy_run(int tile, int end) const {
-    const uint32_t rows = values_ ? shared_.v(0) : shared_.k(0);
-    const uint32_t barriers = values_ ? shared_.v_full(0) : shared_.k_full(0);
-    const uint32_t next = shared_.k_full(1) - shared_.k_full(0), free = next / 2;
-    uint32_t count = copied_;
-#pragma unroll 1
-    for (; tile >= end; --tile, ++count) {
-      const uint32_t stage = count % C::kStages;
-      const uint32_t to = rows + stage * C::kKeyBytes, full = barriers + stage * next;
-      barrier_wait(full + free, count / C::kStages % 2 ^ 1);
-      if (misses_) *shared_.present(stage) = present(tile);
-      barrier_arrive_expecting(full, C::kKeyBytes);
-      const uint32_t first_box = static_cast<uint32_t>(tile * boxes_) % 32;
-      if (!p_.pages.table) {
-        copy_rows(to, full, first_key_ + tile * C::kKeys, outer_);
-      } else if (C::kBoxes == 1 || gathering_.whole_rows) {
-        copy_pages(to, full, places_ + first_box);
-      } else {
-        copy_parts(to, full, places_ + first_box);
-      }
+  // By one lane.
+  __device__ __forceinline__ void copy_tile(int tile, uint32_t full) const {
+    const uint32_t to = (values_ ? shared_.v(0) : shared_.k(0)) + ring_.stage * C::kKeyBytes;
+    if (misses_) *shared_.present(ring_.stage) = present(tile);
+    barrier_arrive_expecting(full, C::kKeyBytes);
+    const int32_t* const places = places_ + static_cast<uint32_t>(tile * boxes_) % 32;
+    if (!p_.pages.table) {
+      copy_rows(to, full, first_key_ + tile * C::kKeys, outer_);
+    } else if (C::kBoxes == 1 || gathering_.whole_rows) {
+      copy_pages(to, full, places);
+    } else {
+      copy_parts(to, full, places);
     }
   }
 
@@ -190,7 +186,7 @@ class Gatherer {
   const int boxes_;        // of a tile of keys
   int32_t* const places_;  // of the boxes of the chunk at hand
   uint32_t count_ = 0;     // of tiles of queries
-  uint32_t copied_ = 0;    // tiles of keys
+  Ring<C::kStages> ring_;
   int batch_, head_, limit_, first_tile_, last_tile_, first_key_, outer_;
   int32_t before_;    // page of the lane's box in the chunk before
   bool misses_;       // pages, of any of the keys
