@@ -126,8 +126,12 @@ class LeanConsumer {
     if (both) multiply_values(1, weights[1], output);
     wait_products<0>();
     fence_registers(output);
-    const float scale[2] = {__fdividef(1.f, quad_sum(state.sum[0])),
-                            __fdividef(1.f, quad_sum(state.sum[1]))};
+    float scale[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float sum = quad_sum(state.sum[h]);
+      scale[h] = sum == 0.f ? 0.f : __fdividef(1.f, sum);  // 0: all scores are -infinity
+    }
     leave(scale, output);
   }
 

@@ -69,7 +69,7 @@ flashonnx_status launch_tiling(const Params& params, const Problem& p, const Pla
 bool is_plain(const Problem& p, const Plan& plan) {
   return p.key_length <= Plain::kMostTiles * Plain::kKeys && plan.o_vectors && !p.mask.data &&
          !p.lse.data && !p.key_lengths && !p.sinks && !p.q_bias.data && !p.v_bias.data &&
-         p.left < 0 && p.right < 0;
+         p.left < 0 && p.right < 0 && !p.empty_row_mean;
 }
 
 }  // namespace
