@@ -6,11 +6,9 @@
 
 #include <cstdint>
 
-namespace flashonnx::sm90 {
+#include "kernels/common/shared_memory.cuh"
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
+namespace flashonnx::sm90 {
 
 // A barrier in shared memory, by its address. It has a phase, 0 at first, that ends when `arrivals`
 // have arrived and all bytes that were announced have landed.
@@ -124,28 +122,6 @@ __device__ __forceinline__ void wait_stores_read() {
 __device__ __forceinline__ void store_matrices(uint32_t shared, const uint32_t (&x)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
                "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
-               : "memory");
-}
-
-// The reverse.
-__device__ __forceinline__ void load_matrices(uint32_t (&x)[4], uint32_t shared) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(shared));
-}
-
-// 16 bytes of shared memory.
-__device__ __forceinline__ uint4 load_chunk(uint32_t shared) {
-  uint4 x;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "r"(shared)
-               : "memory");
-  return x;
-}
-__device__ __forceinline__ void store_chunk(uint32_t shared, uint4 x) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(x.x), "r"(x.y),
-               "r"(x.z), "r"(x.w)
                : "memory");
 }
 
