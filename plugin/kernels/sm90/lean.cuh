@@ -188,7 +188,7 @@ class LeanConsumer {
     const uint32_t at = room_.q() + threadIdx.x * 16;
 #pragma unroll
     for (int i = 0; i < C::kQueryBytes; i += C::kThreads * 16)
-      store_chunk(at + i, add_elements<T>(load_chunk(at + i), query_bias_));
+      store_shared(at + i, add_elements<T>(load_shared(at + i), query_bias_));
     fence_async();
     __syncthreads();
   }
