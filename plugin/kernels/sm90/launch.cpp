@@ -7,6 +7,7 @@
 
 #include "kernels/common/status.h"
 #include "kernels/sm90/gathering.h"
+#include "kernels/sm90/lean.h"
 #include "kernels/sm90/packed_mask.h"
 #include "kernels/sm90/tensor_map.h"
 
@@ -49,7 +50,8 @@ const char* refusal(const Params& params) {
   }
   // The kernel that packs a mask takes longer than what there is to gain.
   constexpr int64_t kFewKeys = 128;
-  if (is_present(params.mask) && !is_gathered(params) && params.kv_length <= kFewKeys)
+  if (is_present(params.mask) && !is_gathered(params) && params.kv_length <= kFewKeys &&
+      !is_lean(params))
     return "leaves masks of up to 128 keys to kernels that read them as they are";
   // Counted in 32 bits, with the blocks of a round added.
   constexpr int64_t kMostTiles = int64_t{1} << 30;
@@ -127,7 +129,7 @@ Gathering gathering_of(const Params& params, const Plan& plan, int keys, int box
 }
 
 int64_t workspace(const Params& params) {
-  return is_gathered(params) ? 0 : packed_mask_bytes(params);
+  return is_gathered(params) || is_lean(params) ? 0 : packed_mask_bytes(params);
 }
 int64_t workspace_bound(const Params& maxima) {
   const bool taken = maxima.device.arch == 90 && size_of(maxima.q.dtype) == 2;
@@ -146,6 +148,7 @@ flashonnx_status launch(const Params& params, void* workspace, void* stream) {
     if (dim <= 128) return launch_gathered_128(params, cuda_stream);
     return launch_gathered_256(params, cuda_stream);
   }
+  if (is_lean(params)) return launch_lean_64(params, cuda_stream);
   if (dim <= 64) return launch_64(params, workspace, cuda_stream);
   if (dim <= 96) return launch_96(params, workspace, cuda_stream);
   if (dim <= 128) return launch_128(params, workspace, cuda_stream);
