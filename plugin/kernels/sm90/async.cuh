@@ -156,6 +156,21 @@ __device__ __forceinline__ void named_sync(int name, int threads) {
 __device__ __forceinline__ void named_arrive(int name, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
+// Whether it is so for all threads, which wait for each other.
+__device__ __forceinline__ bool named_all(int name, int threads, bool x) {
+  uint32_t all;
+  asm volatile(
+      "{\n"
+      ".reg .pred mine, ours;\n"
+      "setp.ne.u32 mine, %3, 0;\n"
+      "bar.red.and.pred ours, %1, %2, mine;\n"
+      "selp.u32 %0, 1, 0, ours;\n"
+      "}\n"
+      : "=r"(all)
+      : "r"(name), "r"(threads), "r"(static_cast<uint32_t>(x))
+      : "memory");
+  return all != 0;
+}
 
 __device__ __forceinline__ void pause() { asm volatile("nanosleep.u32 0;" ::: "memory"); }
 

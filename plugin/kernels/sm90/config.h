@@ -72,7 +72,7 @@ struct Tiling {
   // exponentials. Without turns groups would fall into step more often (docs: two rhythms), and
   // head size 256 gains nothing by packing.
   static constexpr bool kSumsBound = kTurns && !kOnes && !kGeneral;
-  static constexpr bool kPacksEarly = kSumsBound && !kMarks && kDim < 256;
+  static constexpr bool kPacksEarly = kSumsBound && kDim < 256;
 
   // Queries are copied to registers, where there are some left.
   static constexpr bool kHoldsQueries = kDim == 128 && !kGeneral;

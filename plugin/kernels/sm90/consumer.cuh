@@ -168,7 +168,10 @@ class Consumer {
       if constexpr (C::kMarks) {
         if (marked()) run = next_visible(tile, biased);
       }
-      const int plain = min(plain_tiles(tile), run);
+      int plain = min(plain_tiles(tile), run);
+      if constexpr (C::kPackedMasks) {
+        if (plain > 0) plain = near_tiles(tile, plain, biased, state);
+      }
       if (plain <= 0) {
         step<Look::kBounds>(tile--, scores, p, output, state);
         continue;
@@ -241,17 +244,17 @@ class Consumer {
     settle_stores();
     uint32_t pairs[C::kScores / 2];
     general().template read_early<kLook>(lane_, shared_.mask(keys_.stage()), pairs);
-    const bool near = stays_near<kLook>(mask, state);
     wait_products<1>();
     fence_registers(scores);
-    if (C::kPacksEarly && near) {
+    if constexpr (C::kPacksEarly && kNear<kLook>) {
+      if constexpr (kLook == Look::kBits) hide_by_bits<C>(mask, scores);
       release(shared_.k_free(keys_.stage()));
       keys_.advance();
       const auto end_product = [&] { end_values(output); };
       exponentiate_and_pack<T, C>(plan_.factor, scores, p, output, state, end_product);
       return;
     }
-    const Raise raise = weigh<kLook>(tile, near, mask, pairs, scores, state);
+    const Raise raise = weigh<kLook>(tile, mask, pairs, scores, state);
     fence_registers(scores);
     // The assembler puts exponentials off until after the wait for the products that they are meant
     // to run beside, unless something before it hangs on them. The wait is the whole group's.
@@ -323,13 +326,13 @@ class Consumer {
     RowState state = {{-FLT_MAX, -FLT_MAX}, {0.f, 0.f}};
     uint32_t pairs[C::kScores / 2];
     general().template read_early<Look::kBounds>(lane_, shared_.mask(keys_.stage()), pairs);
-    weigh<Look::kBounds>(last_tile_, false, mask, pairs, scores, state);
+    weigh<Look::kBounds>(last_tile_, mask, pairs, scores, state);
     return state;
   }
 
-  // From scores to P, in place. Lets go of the tile of K. `near`: P may be made first, maxima then.
+  // From scores to P, in place. Lets go of the tile of K.
   template <Look kLook>
-  __device__ __forceinline__ Raise weigh(int tile, bool near, const uint2& mask,
+  __device__ __forceinline__ Raise weigh(int tile, const uint2& mask,
                                          const uint32_t (&pairs)[C::kScores / 2],
                                          float (&scores)[C::kScores], RowState& state) {
     float factor = plan_.factor;
@@ -361,7 +364,7 @@ class Consumer {
     if constexpr (C::kGeneral) {
       raise = raise_maxima<C>(scores, factor, state);
       exponentiate_general<C>(factor, scores, state);
-    } else if (!C::kPacksEarly && near) [[likely]] {
+    } else if constexpr (!C::kPacksEarly && kNear<kLook>) {
       raise = exponentiate_first<C>(factor, scores, state);
     } else {
       raise = raise_maxima<C>(scores, factor, state);
@@ -372,7 +375,7 @@ class Consumer {
       }
     }
     // Sums that tensor cores make are of rounded P: right for what they divide, too coarse for lse.
-    if (C::kSumsBound ? !near : !C::kOnes || p_.lse.data) add_up(row_sums<C>(scores), state);
+    if (C::kSumsBound ? !kNear<kLook> : !C::kOnes || p_.lse.data) add_up(row_sums<C>(scores), state);
     return raise;
   }
 
@@ -380,23 +383,38 @@ class Consumer {
   __device__ __forceinline__ bool has_bits() const {
     return C::kPackedMasks && !plan_.mask_per_key;
   }
-  // What is needed of a tile's mask besides its product: this thread's bits, or the largest bias.
+  // This thread's bits of a tile's mask.
   template <Look kLook>
   __device__ __forceinline__ uint2 read_mask(int tile) const {
     if constexpr (C::kPackedMasks && kLook != Look::kNone) {
       const int64_t at = int64_t{item().marks.row} * packed_->key_tiles + tile;
       if (kLook == Look::kBits || (kLook == Look::kBounds && has_bits()))
         return load_early(packed_->tiles + (at * (2 * C::kQueries) + (threadIdx.x - 128)) * 8);
-      if (kLook == Look::kBiases) return load_early(packed_->top + at);
     }
     return {};
   }
-  // Whether scores will not exceed the maxima by much.
+  // Whether P may be made first, maxima then: scores will not exceed these by much.
   template <Look kLook>
-  __device__ __forceinline__ bool stays_near(const uint2& mask, const RowState& state) const {
-    if constexpr (kLook == Look::kBounds || C::kGeneral) return false;
-    if constexpr (!C::kPackedMasks) return kLook == Look::kNone;
-    return is_near(kLook == Look::kBiases ? __uint_as_float(mask.x) : 0.f, state);
+  static constexpr bool kNear =
+      !C::kGeneral && (kLook == Look::kNone || (C::kPackedMasks && kLook != Look::kBounds));
+  // Of how many of these tiles that is so; none where it is not of the first. A group finds it out
+  // together, as it takes its steps.
+  __device__ __forceinline__ int near_tiles(int tile, int count, bool biased,
+                                            const RowState& state) const {
+    float top = 0.f;
+    if (biased && !has_bits()) {
+      // Those whose largest biases do not lie far above the first one's.
+      constexpr float kStep = 8.f;
+      const float* const tops =
+          packed_->top + int64_t{item().marks.row} * packed_->key_tiles + tile;
+      count = min(count, 32);
+      const int lane = lane_here().lane;
+      const float at = lane < count ? __ldg(tops - lane) : INFINITY;
+      top = __shfl_sync(0xffffffffu, at, 0) + kStep;
+      count = __ffs(~__ballot_sync(0xffffffffu, at <= top)) - 1;
+      if (count < 0) count = 32;
+    }
+    return named_all(1 + C::kGroups + lane_.group, 128, is_near(top, state)) ? count : 0;
   }
   // Whether biases are a product.
   template <Look kLook>

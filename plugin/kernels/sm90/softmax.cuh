@@ -112,12 +112,12 @@ __device__ __forceinline__ void exponentiate(float factor, float (&scores)[C::kS
 }
 
 // Whether a tile's scores, of which the largest bias is `top`, will not exceed the maxima by more
-// than those of a tile without a mask do. In all lanes of a warp.
+// than those of a tile without a mask do.
 __device__ __forceinline__ bool is_near(float top, const RowState& state) {
   constexpr float kRise = 64.f;
   const float low = fminf(state.maximum[0], state.maximum[1]);
   const float high = fmaxf(state.maximum[0], state.maximum[1]);
-  return __all_sync(0xffffffffu, low >= fmaxf(top - kRise, -kHuge) && high <= kHuge);
+  return low >= fmaxf(top - kRise, -kHuge) && high <= kHuge;
 }
 
 // As well after `raise_maxima`, where maxima may be huge.
