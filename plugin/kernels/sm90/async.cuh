@@ -63,6 +63,21 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
+// As well where it may take long: a look takes issue slots.
+__device__ __forceinline__ void barrier_wait_long(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, %2;\n"
+      "@done bra over;\n"
+      "bra again;\n"
+      "over:\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity), "r"(10000000)
+      : "memory");
+}
+
 // Barriers are initialised with ordinary stores; the copy engine is to see them.
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -71,6 +86,19 @@ __device__ __forceinline__ void fence_barrier_init() {
 // Ordinary stores to shared memory before it are seen by tensor cores and copy engine after it.
 __device__ __forceinline__ void fence_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// True, by the only thread of a warp that runs this.
+__device__ __forceinline__ bool is_elected_alone() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred one;\n"
+      "elect.sync _|one, 1;\n"
+      "selp.u32 %0, 1, 0, one;\n"
+      "}\n"
+      : "=r"(elected));
+  return elected != 0;
 }
 
 __device__ __forceinline__ void prefetch(const CUtensorMap* map) {

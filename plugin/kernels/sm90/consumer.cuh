@@ -150,7 +150,7 @@ class Consumer {
       hold_queries<C>(queries(queries_.stage()) + lane_.warp * 16 * C::kBoxRow, lane_.lane, held_);
     const auto& q = operand_queries();
     const Descriptor k = described_keys();
-    const BiasOperands biases = bias_operands<Look::kBounds>();
+    const BiasOperands biases = bias_operands<Look::kBounds>(k);
     const uint2 mask = read_mask<Look::kBounds>(last_tile_);
     barrier_wait(shared_.k_full(keys_.stage()), keys_.round());
     multiply_keys<T, C, C::kBiasProduct>(q, k, biases, scores);
@@ -196,6 +196,10 @@ class Consumer {
   // or not; none if one was left out and the values of the tile before need a look at bounds.
   __device__ __forceinline__ int next_visible(int& tile, bool& biased) const {
     const Marks& marks = item().marks;
+    if (!C::kGeneral && marks.row.uniform) {
+      biased = marks.row.biased;
+      return INT_MAX;
+    }
     const int visible = last_visible(marks.visible, tile, item().span.first_tile);
     const bool skips = visible != tile;
     tile = visible;
@@ -223,10 +227,10 @@ class Consumer {
   __device__ __forceinline__ void step(int tile, float (&scores)[C::kScores],
                                        uint32_t (&p)[C::kScores / 2], float (&output)[C::kOutputs],
                                        RowState& state) {
-    if constexpr (C::kPackedMasks && C::kGroups == 3) queries_.forget();
+    if constexpr (C::kPackedMasks && C::kGroups == 3 && kLook != Look::kNone) queries_.forget();
     const auto& q = operand_queries();
     const Descriptor k = described_keys(), v = described_values();
-    const BiasOperands biases = bias_operands<kLook>();
+    const BiasOperands biases = bias_operands<kLook>(k);
     const uint2 mask = read_mask<kLook>(tile);
     barrier_wait(shared_.k_full(keys_.stage()), keys_.round());
     begin_turn();
@@ -387,7 +391,7 @@ class Consumer {
   template <Look kLook>
   __device__ __forceinline__ uint2 read_mask(int tile) const {
     if constexpr (C::kPackedMasks && kLook != Look::kNone) {
-      const int64_t at = int64_t{item().marks.row} * packed_->key_tiles + tile;
+      const int64_t at = int64_t{item().marks.row.index} * packed_->key_tiles + tile;
       if (kLook == Look::kBits || (kLook == Look::kBounds && has_bits()))
         return load_early(packed_->tiles + (at * (2 * C::kQueries) + (threadIdx.x - 128)) * 8);
     }
@@ -401,12 +405,13 @@ class Consumer {
   // together, as it takes its steps.
   __device__ __forceinline__ int near_tiles(int tile, int count, bool biased,
                                             const RowState& state) const {
+    if (item().marks.row.steady) return count;
     float top = 0.f;
     if (biased && !has_bits()) {
       // Those whose largest biases do not lie far above the first one's.
       constexpr float kStep = 8.f;
       const float* const tops =
-          packed_->top + int64_t{item().marks.row} * packed_->key_tiles + tile;
+          packed_->top + int64_t{item().marks.row.index} * packed_->key_tiles + tile;
       count = min(count, 32);
       const int lane = lane_here().lane;
       const float at = lane < count ? __ldg(tops - lane) : INFINITY;
@@ -476,10 +481,14 @@ class Consumer {
     return described_by_rows<C>(shared_.k(keys_.stage())).uniform();
   }
   template <Look kLook>
-  __device__ __forceinline__ BiasOperands bias_operands() const {
+  __device__ __forceinline__ BiasOperands bias_operands(const Descriptor& keys) const {
     if (!kMultipliesBiases<kLook>) return {};
-    return {described_by_halves(shared_.bias_factors(), 0).uniform(),
-            described_by_halves(shared_.bias_rows(keys_.stage()), 128).uniform()};
+    // How far the stage is from the first; known to be the same in all lanes.
+    const uint32_t keys_at = keys.lower - described_by_rows<C>(shared_.k(0)).lower;
+    BiasOperands at = {described_by_halves(shared_.bias_factors(), 0),
+                       described_by_halves(shared_.bias_rows(0), 128)};
+    at.biases.lower += keys_at / (C::kKeyBytes / (C::kKeys * C::kBiasBytes));
+    return at;
   }
   __device__ __forceinline__ Descriptor described_values() const {
     return described_by_features<C>(shared_.v(values_.stage()), shared_.base + C::kOnesAt)

@@ -46,7 +46,12 @@ __device__ __forceinline__ int first_visible(const uint32_t* marks, int tile, in
   return min(tile, last + 1);
 }
 
-// How many tiles down from a visible one are visible, and as it is biased or not.
+// How many tiles down from a visible one are visible, as far as a word of marks tells.
+__device__ __forceinline__ int visible_run(const Marks& marks, int tile) {
+  if (tile >= kMarkedTiles) return tile - kMarkedTiles + 1;
+  return __clz(~(marks.visible[tile / 32] << (31 - tile % 32)));
+}
+// As well, and as it is biased or not.
 __device__ __forceinline__ int visible_run(const Marks& marks, int tile, bool* biased) {
   *biased = true;
   if (tile >= kMarkedTiles) return tile - kMarkedTiles + 1;
@@ -57,9 +62,10 @@ __device__ __forceinline__ int visible_run(const Marks& marks, int tile, bool* b
 }
 
 // Fills in the marks of a tile of queries up to the last tile that its span has, by a warp. Keys
-// with the least biases count as hidden where each of the queries sees others: their P is 0.
+// with the least biases count as hidden where each of the queries sees others: their P is 0. Returns
+// whether all visible tiles are calm.
 template <class C>
-__device__ __forceinline__ void copy_marks(const Problem& p, const PackedMask& packed,
+__device__ __forceinline__ bool copy_marks(const Problem& p, const PackedMask& packed,
                                            const Work& work, const Span& span, Marks* marks) {
   const int lane = threadIdx.x % 32;
   const uint8_t* const from =
@@ -68,7 +74,7 @@ __device__ __forceinline__ void copy_marks(const Problem& p, const PackedMask& p
   const int first_whole = (span.range.lower(last_query) + C::kKeys - 1) / C::kKeys;
   const int end_whole = span.range.upper(work.first_query) / C::kKeys;
   const int end = min(span.last_tile + 1, kMarkedTiles);
-  bool ordinary = false;
+  bool ordinary = false, calm = true;
 #pragma unroll 1
   for (int tile = first_whole + lane; tile < min(end, end_whole); tile += 32)
     ordinary |= (from[tile] & kOrdinary) != 0;
@@ -80,7 +86,33 @@ __device__ __forceinline__ void copy_marks(const Problem& p, const PackedMask& p
     const uint32_t seen = __ballot_sync(0xffffffffu, is_seen);
     const uint32_t masked = __ballot_sync(0xffffffffu, mark & kMasked);
     if (lane == 0) marks->visible[i] = seen, marks->biased[i] = masked;
+    calm &= !is_seen || (mark & kCalm);
   }
+  return __all_sync(0xffffffffu, calm) != 0 && span.last_tile < kMarkedTiles;
+}
+
+// Says in `marks` whether tiles from `first` on to the one before `last` are alike. By a warp.
+__device__ __forceinline__ void compare_marks(Marks* marks, int first, int last) {
+  const int lane = threadIdx.x % 32;
+  const int begin = max(first - 32 * lane, 0), end = min(last - 32 * lane, 32);
+  const bool any = begin < end && lane < kMarkedTiles / 32;
+  const uint32_t tiles = any ? (~0u >> (32 - (end - begin))) << begin : 0;
+  const uint32_t visible = any ? marks->visible[lane] : 0, biased = any ? marks->biased[lane] : 0;
+  const bool all_visible = __all_sync(0xffffffffu, (tiles & ~visible) == 0);
+  const bool all_biased = __all_sync(0xffffffffu, (tiles & ~biased) == 0);
+  const bool none_biased = __all_sync(0xffffffffu, (tiles & biased) == 0);
+  if (lane > 0) return;
+  marks->row.uniform = all_visible && (all_biased || none_biased) && last < kMarkedTiles;
+  marks->row.biased = !none_biased;
+}
+
+// Whether all queries of a tile see the same keys of this tile of keys, as structure has it.
+template <class C>
+__device__ __forceinline__ bool sees_alike(const Problem& p, const Work& work, const KeyRange& range,
+                                           int tile) {
+  const int last_query = min(work.first_query + C::kQueries, p.q_length) - 1;
+  return range.lower(last_query) <= tile * C::kKeys &&
+         range.upper(work.first_query) >= min((tile + 1) * C::kKeys, p.key_limit);
 }
 
 // What was found, for one that uses it.
