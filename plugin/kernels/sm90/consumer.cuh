@@ -7,6 +7,7 @@
 #include "kernels/sm90/epilogue.cuh"
 #include "kernels/sm90/general.cuh"
 #include "kernels/sm90/producer.cuh"
+#include "kernels/sm90/runs.cuh"
 
 namespace flashonnx::sm90 {
 
@@ -162,15 +163,16 @@ class Consumer {
                                        float (&output)[C::kOutputs], RowState& state) {
     int tile = last_tile_ - 1;
     while (tile >= item().span.first_tile) {
+      const Runs<C> runs = {p_, packed_, has_bits(), shared_, queries_, lane_here(), last_tile_};
       bool biased = C::kGeneral && general().has_row_biases();
       int run = INT_MAX;
       if constexpr (C::kGathered) biased = item().biased;
       if constexpr (C::kMarks) {
-        if (marked()) run = next_visible(tile, biased);
+        if (marked()) run = runs.next_visible(tile, biased);
       }
-      int plain = min(plain_tiles(tile), run);
+      int plain = min(runs.plain_tiles(tile), run);
       if constexpr (C::kPackedMasks) {
-        if (plain > 0) plain = near_tiles(tile, plain, biased, state);
+        if (plain > 0) plain = runs.near_tiles(tile, plain, biased, state);
       }
       if (plain <= 0) {
         step<Look::kBounds>(tile--, scores, p, output, state);
@@ -190,36 +192,6 @@ class Consumer {
       }
     }
     settle_stores();
-  }
-
-  // Goes on to the next tile that is not hidden. Returns how many from there on are either biased
-  // or not; none if one was left out and the values of the tile before need a look at bounds.
-  __device__ __forceinline__ int next_visible(int& tile, bool& biased) const {
-    const Marks& marks = item().marks;
-    if (!C::kGeneral && marks.row.uniform) {
-      biased = marks.row.biased;
-      return INT_MAX;
-    }
-    const int visible = last_visible(marks.visible, tile, item().span.first_tile);
-    const bool skips = visible != tile;
-    tile = visible;
-    bool has_biases;
-    const int run = visible_run(marks, tile, &has_biases);
-    if (!C::kGeneral) biased = has_biases;
-    return skips && ends_early(item().span) ? 0 : run;
-  }
-
-  // How many tiles from this one on need no look at bounds, nor do the values of those after them.
-  // Made anew each time, which spares registers.
-  __device__ __forceinline__ int plain_tiles(int tile) const {
-    const Span& span = item().span;
-    const int first_query = item().work.first_query + lane_here().group * 64;
-    const int last_query = min(first_query + 63, queries_of<C>(p_, item()) - 1);
-    const int begin = (span.range.lower(last_query) + C::kKeys - 1) / C::kKeys;
-    // The first query has met a key before, too: plain steps count on a maximum.
-    const int end = min((span.range.upper(first_query) - 1) / C::kKeys,
-                        last_tile_ - (ends_early(span) ? 1 : 0));
-    return tile < end ? tile - max(begin, span.first_tile) + 1 : 0;
   }
 
   // One tile of keys: its Q K^T beside P V of the tile before, then its softmax.
@@ -248,9 +220,10 @@ class Consumer {
     settle_stores();
     uint32_t pairs[C::kScores / 2];
     general().template read_early<kLook>(lane_, shared_.mask(keys_.stage()), pairs);
+    const bool near = stays_near<kLook>(state);
     wait_products<1>();
     fence_registers(scores);
-    if constexpr (C::kPacksEarly && kNear<kLook>) {
+    if (C::kPacksEarly && near) {
       if constexpr (kLook == Look::kBits) hide_by_bits<C>(mask, scores);
       release(shared_.k_free(keys_.stage()));
       keys_.advance();
@@ -258,7 +231,7 @@ class Consumer {
       exponentiate_and_pack<T, C>(plan_.factor, scores, p, output, state, end_product);
       return;
     }
-    const Raise raise = weigh<kLook>(tile, mask, pairs, scores, state);
+    const Raise raise = weigh<kLook>(tile, near, mask, pairs, scores, state);
     fence_registers(scores);
     // The assembler puts exponentials off until after the wait for the products that they are meant
     // to run beside, unless something before it hangs on them. The wait is the whole group's.
@@ -330,13 +303,13 @@ class Consumer {
     RowState state = {{-FLT_MAX, -FLT_MAX}, {0.f, 0.f}};
     uint32_t pairs[C::kScores / 2];
     general().template read_early<Look::kBounds>(lane_, shared_.mask(keys_.stage()), pairs);
-    weigh<Look::kBounds>(last_tile_, mask, pairs, scores, state);
+    weigh<Look::kBounds>(last_tile_, false, mask, pairs, scores, state);
     return state;
   }
 
-  // From scores to P, in place. Lets go of the tile of K.
+  // From scores to P, in place. Lets go of the tile of K. `near`: P may be made first, maxima then.
   template <Look kLook>
-  __device__ __forceinline__ Raise weigh(int tile, const uint2& mask,
+  __device__ __forceinline__ Raise weigh(int tile, bool near, const uint2& mask,
                                          const uint32_t (&pairs)[C::kScores / 2],
                                          float (&scores)[C::kScores], RowState& state) {
     float factor = plan_.factor;
@@ -368,7 +341,7 @@ class Consumer {
     if constexpr (C::kGeneral) {
       raise = raise_maxima<C>(scores, factor, state);
       exponentiate_general<C>(factor, scores, state);
-    } else if constexpr (!C::kPacksEarly && kNear<kLook>) {
+    } else if (!C::kPacksEarly && near) [[likely]] {
       raise = exponentiate_first<C>(factor, scores, state);
     } else {
       raise = raise_maxima<C>(scores, factor, state);
@@ -379,7 +352,7 @@ class Consumer {
       }
     }
     // Sums that tensor cores make are of rounded P: right for what they divide, too coarse for lse.
-    if (C::kSumsBound ? !kNear<kLook> : !C::kOnes || p_.lse.data) add_up(row_sums<C>(scores), state);
+    if (C::kSumsBound ? !near : !C::kOnes || p_.lse.data) add_up(row_sums<C>(scores), state);
     return raise;
   }
 
@@ -397,29 +370,13 @@ class Consumer {
     }
     return {};
   }
-  // Whether P may be made first, maxima then: scores will not exceed these by much.
+  // Whether scores will not exceed the maxima by much. It was asked before the run (runs.cuh), but
+  // with bits, of which groups see a tile less or more.
   template <Look kLook>
-  static constexpr bool kNear =
-      !C::kGeneral && (kLook == Look::kNone || (C::kPackedMasks && kLook != Look::kBounds));
-  // Of how many of these tiles that is so; none where it is not of the first. A group finds it out
-  // together, as it takes its steps.
-  __device__ __forceinline__ int near_tiles(int tile, int count, bool biased,
-                                            const RowState& state) const {
-    if (item().marks.row.steady) return count;
-    float top = 0.f;
-    if (biased && !has_bits()) {
-      // Those whose largest biases do not lie far above the first one's.
-      constexpr float kStep = 8.f;
-      const float* const tops =
-          packed_->top + int64_t{item().marks.row.index} * packed_->key_tiles + tile;
-      count = min(count, 32);
-      const int lane = lane_here().lane;
-      const float at = lane < count ? __ldg(tops - lane) : INFINITY;
-      top = __shfl_sync(0xffffffffu, at, 0) + kStep;
-      count = __ffs(~__ballot_sync(0xffffffffu, at <= top)) - 1;
-      if (count < 0) count = 32;
-    }
-    return named_all(1 + C::kGroups + lane_.group, 128, is_near(top, state)) ? count : 0;
+  __device__ __forceinline__ bool stays_near(const RowState& state) const {
+    if constexpr (kLook == Look::kBits && !C::kPacksEarly)
+      return __all_sync(0xffffffffu, is_near(0.f, state));
+    return !C::kGeneral && (kLook == Look::kNone || (C::kPackedMasks && kLook != Look::kBounds));
   }
   // Whether biases are a product.
   template <Look kLook>
@@ -428,11 +385,6 @@ class Consumer {
 
   // The general kernel's part.
   __device__ __forceinline__ General<T, C> general() const { return {p_, plan_}; }
-
-  // Whether V has rows past the entry's length: gathered, in the last tile, the next one's.
-  __device__ __forceinline__ bool ends_early(const Span& span) const {
-    return span.range.limit < (C::kGathered ? (span.last_tile + 1) * C::kKeys : p_.key_length);
-  }
 
   // Whether tiles of keys have marks.
   __device__ __forceinline__ bool marked() const {
@@ -450,7 +402,7 @@ class Consumer {
   __device__ __forceinline__ void wait_for_values(const Span& span, int tile) {
     barrier_wait(shared_.v_full(values_.stage()), values_.round());
     const int limit = max(span.range.limit - tile * C::kKeys, 0);
-    if (limit >= C::kKeys || !ends_early(span)) return;
+    if (limit >= C::kKeys || !ends_early<C>(p_, span)) return;
     clear_values<C>(shared_.v(values_.stage()), limit);
     fence_async();
     named_sync(1 + C::kGroups + lane_.group, 128);

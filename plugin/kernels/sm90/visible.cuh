@@ -62,8 +62,8 @@ __device__ __forceinline__ int visible_run(const Marks& marks, int tile, bool* b
 }
 
 // Fills in the marks of a tile of queries up to the last tile that its span has, by a warp. Keys
-// with the least biases count as hidden where each of the queries sees others: their P is 0. Returns
-// whether all visible tiles are calm.
+// with the least biases count as hidden where each of the queries sees others: their P is 0.
+// Returns whether all visible tiles are calm.
 template <class C>
 __device__ __forceinline__ bool copy_marks(const Problem& p, const PackedMask& packed,
                                            const Work& work, const Span& span, Marks* marks) {
@@ -108,8 +108,8 @@ __device__ __forceinline__ void compare_marks(Marks* marks, int first, int last)
 
 // Whether all queries of a tile see the same keys of this tile of keys, as structure has it.
 template <class C>
-__device__ __forceinline__ bool sees_alike(const Problem& p, const Work& work, const KeyRange& range,
-                                           int tile) {
+__device__ __forceinline__ bool sees_alike(const Problem& p, const Work& work,
+                                           const KeyRange& range, int tile) {
   const int last_query = min(work.first_query + C::kQueries, p.q_length) - 1;
   return range.lower(last_query) <= tile * C::kKeys &&
          range.upper(work.first_query) >= min((tile + 1) * C::kKeys, p.key_limit);
