@@ -20,6 +20,20 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// As well, but not before `x` is there, so that what it was made of has been loaded: the assembler
+// lets an arrival pass loads whose values are used after it. Either arrival is the same.
+__device__ __forceinline__ void barrier_arrive_after(bool x, uint32_t barrier) {
+  asm volatile(
+      "{\n"
+      ".reg .pred known;\n"
+      "setp.ne.u32 known, %1, 0;\n"
+      "@known mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+      "@!known mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+      "}\n" ::"r"(barrier),
+      "r"(static_cast<uint32_t>(x))
+      : "memory");
+}
+
 __device__ __forceinline__ void barrier_arrive_expecting(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");

@@ -94,7 +94,7 @@ __device__ __forceinline__ void produce(const Problem& p, const Plan& plan,
                        work, tile * C::kKeys);
         }
       }
-      if constexpr (kMarked) {
+      if constexpr (kMarked && !C::kWeights) {
         if (plan.mask_per_key) {
           constexpr int kBytes = C::kKeys * C::kBiasBytes;
           const int64_t at = int64_t{marks->row} * packed.key_tiles + tile;
@@ -129,6 +129,34 @@ __device__ __forceinline__ void produce(const Problem& p, const Plan& plan,
   }
   copy_due_values();
   hand_out({-1, 0, 0, 0}, {}, nullptr);
+}
+
+// By one thread: the weights of masked tiles, for each group as soon as it has done with those
+// before.
+template <class C>
+__device__ __forceinline__ void produce_weights(const PackedMask& packed, const Shared<C>& shared) {
+  Found<C> found(shared);
+  uint32_t round = 0;
+  while (found.next()->work.batch >= 0) {
+    const Item& item = *found.next();
+    const int64_t row = int64_t{item.marks.row & ~kLevelRows} * packed.key_tiles;
+    int tile = item.span.last_tile;
+    while (tile >= item.span.first_tile) {
+      if (is_biased(item.marks, tile)) {
+        const unsigned char* const from =
+            packed.tiles + (row + tile) * C::kGroups * C::kWeightBytes;
+        for (int group = 0; group < C::kGroups; ++group) {
+          barrier_wait(shared.w_free(group), round ^ 1);
+          barrier_arrive_expecting(shared.w_full(group), C::kWeightBytes);
+          copy_bytes(shared.weights(group), from + group * C::kWeightBytes, C::kWeightBytes,
+                     shared.w_full(group));
+        }
+        round ^= 1;
+      }
+      tile = last_visible(item.marks.visible, tile - 1, item.span.first_tile);
+    }
+    found.done();
+  }
 }
 
 // By one warp: which tiles of keys each tile of queries sees.

@@ -85,11 +85,13 @@ struct Span {
 
 constexpr int kMarkedTiles = 480;
 
+constexpr int kLevelRows = 1 << 30;
+
 // What a mask that does not depend on the query does to tiles of keys: see visible.cuh.
 struct Marks {
   uint32_t visible[kMarkedTiles / 32];
   uint32_t biased[kMarkedTiles / 32];
-  int32_t row;  // of tiles, in the packed mask
+  int32_t row;  // of tiles, in the packed mask; with weights, and kLevelRows if some rows are level
 };
 
 // What the producer tells the consumers to do.
