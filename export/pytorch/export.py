@@ -48,6 +48,7 @@ def export_onnx(
     portable: bool = True,
     external_data: bool | None = None,
     kv_cache: str | None = None,
+    join_projections: bool = True,
     **kw: Any,
 ) -> Report:
     """Exports a PyTorch model to ONNX with its attention fused into `flashonnx::FlashAttention`.
@@ -69,6 +70,7 @@ def export_onnx(
             lengths are padded on the right; what comes next overwrites the padding. How many positions the model has
             is noted in the file's metadata as `flashonnx:max_positions`. `args` may be empty then, and
             `kwargs` may hold what every call of the model gets, such as logits_to_keep.
+        join_projections: one product makes Q, K and V where their weights are constant; else three, as in the model.
         kw: passed on to `torch.onnx.export` (`kwargs`, `input_names`, `output_names`, `custom_translation_table`, ...).
 
     Returns:
@@ -97,9 +99,10 @@ def export_onnx(
 
     check_output(target)
     schema.register_schema()  # torch's exporter makes nodes from schemas
+    how = {"portable": portable, "join_projections": join_projections}
     if kv_cache is not None:
         kw |= {"dynamic_shapes": dynamic_shapes, "opset_version": opset}
-        return _with_cache(model, args, target, kv_cache, portable, external_data, kw)
+        return _with_cache(model, args, target, kv_cache, how, external_data, kw)
     kw["custom_translation_table"] = torch_nodes.table() | (kw.get("custom_translation_table") or {})
     kw.setdefault("verbose", False)
     kw |= {"dynamo": True, "dynamic_shapes": dynamic_shapes, "opset_version": opset}
@@ -112,7 +115,7 @@ def export_onnx(
                 if "transformers.cache_utils" in str(error):
                     error.add_note(_RETURNS_CACHE)
                 raise
-        return program.model, _fuse(program.model, portable)
+        return program.model, _fuse(program.model, how)
 
     converted, notes = _by_route(model, convert)
     exported, report = converted if converted is not None else convert()
@@ -153,7 +156,7 @@ def _with_cache(
     args: tuple[Any, ...],
     target: Path,
     kind: str,
-    portable: bool,
+    how: Mapping[str, bool],
     external_data: bool | None,
     kw: dict[str, Any],
 ) -> Report:
@@ -185,7 +188,7 @@ def _with_cache(
         with route, _quiet(), _plain_modules(), torch.no_grad():
             exported = torch.onnx.export(module, **kw).model
             unproved = _prove_rows(exported)  # before tables of all sentences' angles are made
-            report = _fuse(exported, portable)
+            report = _fuse(exported, how)
     except Exception as error:
         why = transformers_route.why_not(route, error)
         raise CacheExportError(f"export_onnx: {type(model).__name__} with kv_cache: {why}") from error
@@ -249,7 +252,7 @@ def _not_all(route: transformers_route.Route, report: Report) -> str:
     return f"'{others[0].node}' attends without it ({others[0].kind})" if others else ""
 
 
-def _fuse(model: ir.Model, portable: bool) -> Report:
+def _fuse(model: ir.Model, how: Mapping[str, bool]) -> Report:
     """Fuses the whole model in place; the nodes of the translation table come into their best form by it."""
     from flashonnx.export import Report, fusion
     from flashonnx.export.operator import schema
@@ -265,7 +268,7 @@ def _fuse(model: ir.Model, portable: bool) -> Report:
         for node in [node for node in model.graph.all_nodes() if (node.domain, node.op_type) == (schema.DOMAIN, kind)]:
             _tidy(node, schema.OPERATORS[kind], outputs)
     kinds = {node.name: _kind(node) for node in caught}
-    report = fusion.fuse_ir(model, portable=portable)
+    report = fusion.fuse_ir(model, **how)
     sites = [
         dataclasses.replace(site, kind="torch.ops.flashonnx.attention_varlen", reason="")
         if site.kind == VARLEN

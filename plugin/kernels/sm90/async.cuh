@@ -6,11 +6,9 @@
 
 #include <cstdint>
 
-namespace flashonnx::sm90 {
+#include "kernels/common/shared_memory.cuh"
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
+namespace flashonnx::sm90 {
 
 // A barrier in shared memory, by its address. It has a phase, 0 at first, that ends when `arrivals`
 // have arrived and all bytes that were announced have landed.
@@ -20,6 +18,20 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals
 
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// As well, but not before `x` is there, so that what it was made of has been loaded: the assembler
+// lets an arrival pass loads whose values are used after it. Either arrival is the same.
+__device__ __forceinline__ void barrier_arrive_after(bool x, uint32_t barrier) {
+  asm volatile(
+      "{\n"
+      ".reg .pred known;\n"
+      "setp.ne.u32 known, %1, 0;\n"
+      "@known mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+      "@!known mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+      "}\n" ::"r"(barrier),
+      "r"(static_cast<uint32_t>(x))
+      : "memory");
 }
 
 __device__ __forceinline__ void barrier_arrive_expecting(uint32_t barrier, uint32_t bytes) {
@@ -139,28 +151,6 @@ __device__ __forceinline__ void wait_stores_read() {
 __device__ __forceinline__ void store_matrices(uint32_t shared, const uint32_t (&x)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
                "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
-               : "memory");
-}
-
-// The reverse.
-__device__ __forceinline__ void load_matrices(uint32_t (&x)[4], uint32_t shared) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(shared));
-}
-
-// 16 bytes of shared memory.
-__device__ __forceinline__ uint4 load_chunk(uint32_t shared) {
-  uint4 x;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "r"(shared)
-               : "memory");
-  return x;
-}
-__device__ __forceinline__ void store_chunk(uint32_t shared, uint4 x) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(x.x), "r"(x.y),
-               "r"(x.z), "r"(x.w)
                : "memory");
 }
 

@@ -8,6 +8,7 @@
 #include "kernels/sm90/general.cuh"
 #include "kernels/sm90/producer.cuh"
 #include "kernels/sm90/runs.cuh"
+#include "kernels/sm90/weights.cuh"
 
 namespace flashonnx::sm90 {
 
@@ -38,7 +39,7 @@ class Consumer {
     fence_registers(scores);
     RowState state = weigh_first(mask, scores);
     skip_values();
-    if constexpr (!C::kSharesSlowEnd) clear(output), pack_scores<T, C>(scores, p);
+    if constexpr (!C::kSharesSlowEnd) clear(output), make_p<Look::kBounds>(last_tile_, scores, p);
     while (true) {
       if constexpr (C::kSharesSlowEnd) clear(output), pack_scores<T, C>(scores, p);
       walk(scores, p, output, state);
@@ -59,7 +60,7 @@ class Consumer {
         if constexpr (!C::kSharesSlowEnd) {
           finish_item(done(), queries_.stage_before(), output, state);
           state = next;
-          clear(output), pack_scores<T, C>(scores, p);
+          clear(output), make_p<Look::kBounds>(last_tile_, scores, p);
           continue;
         }
         ending = end_item(done(), output, state);
@@ -130,6 +131,7 @@ class Consumer {
         (end <= span.last_tile * C::kKeys || first_query >= queries_of<C>(p_, item()));
     last_tile_ = span.last_tile - (skips ? 1 : 0);
     if (!skips) return;
+    if (has_weights<C, Look::kBounds>(item(), span.last_tile)) weights_.skip(shared_, lane_here());
     if constexpr (C::kMarks)
       if (marked()) last_tile_ = last_visible(item().marks.visible, last_tile_, span.first_tile);
     barrier_wait(shared_.k_full(keys_.stage()), keys_.round());
@@ -147,6 +149,7 @@ class Consumer {
 
   // Starts Q K^T of the last tile of keys. Returns what it reads of a mask.
   __device__ __forceinline__ uint2 begin_scores(float (&scores)[C::kScores]) {
+    if constexpr (C::kWeights) level_queries<C>(*packed_, item(), lane_, queries(queries_.stage()));
     if constexpr (C::kHoldsQueries)
       hold_queries<C>(queries(queries_.stage()) + lane_.warp * 16 * C::kBoxRow, lane_.lane, held_);
     const auto& q = operand_queries();
@@ -167,24 +170,21 @@ class Consumer {
       bool biased = C::kGeneral && general().has_row_biases();
       int run = INT_MAX;
       if constexpr (C::kGathered) biased = item().biased;
-      if constexpr (C::kMarks) {
+      if constexpr (C::kMarks)
         if (marked()) run = runs.next_visible(tile, biased);
-      }
       int plain = min(runs.plain_tiles(tile), run);
-      if constexpr (C::kPackedMasks) {
+      if constexpr (C::kPackedMasks)
         if (plain > 0) plain = runs.near_tiles(tile, plain, biased, state);
-      }
       if (plain <= 0) {
         step<Look::kBounds>(tile--, scores, p, output, state);
         continue;
       }
       const int next = tile - plain;
-      if constexpr (C::kPackedMasks) {
+      if constexpr (C::kPackedMasks)
         if (biased && has_bits()) {
           for (; tile > next; --tile) step<Look::kBits>(tile, scores, p, output, state);
           continue;
         }
-      }
       if (biased) {
         for (; tile > next; --tile) step<Look::kBiases>(tile, scores, p, output, state);
       } else {
@@ -199,7 +199,8 @@ class Consumer {
   __device__ __forceinline__ void step(int tile, float (&scores)[C::kScores],
                                        uint32_t (&p)[C::kScores / 2], float (&output)[C::kOutputs],
                                        RowState& state) {
-    if constexpr (C::kPackedMasks && C::kGroups == 3 && kLook != Look::kNone) queries_.forget();
+    if constexpr ((C::kWeights || (C::kPackedMasks && kLook != Look::kNone)) && C::kGroups == 3)
+      queries_.forget();
     const auto& q = operand_queries();
     const Descriptor k = described_keys(), v = described_values();
     const BiasOperands biases = bias_operands<kLook>(k);
@@ -215,7 +216,7 @@ class Consumer {
     } else {
       barrier_wait(shared_.v_full(values_.stage()), values_.round());
     }
-    multiply_values<T, C>(p, v, output);
+    multiply_values<T, C>(p, v, described_ones<C>(shared_.base), output);
     end_turn();
     settle_stores();
     uint32_t pairs[C::kScores / 2];
@@ -238,16 +239,23 @@ class Consumer {
     if (raise.any) pause();
     end_values(output);
     if (raise.any) rescale<C>(raise, output);
-    pack_scores<T, C>(scores, p);
+    make_p<kLook>(tile, scores, p);
   }
 
+  // P of a tile, packed and weighed.
+  template <Look kLook>
+  __device__ __forceinline__ void make_p(int tile, const float (&scores)[C::kScores],
+                                         uint32_t (&p)[C::kScores / 2]) {
+    pack_scores<T, C>(scores, p);
+    if (has_weights<C, kLook>(item(), tile)) weights_.multiply(shared_, lane_here(), p);
+  }
   __device__ __forceinline__ void begin_last_values(const Item& item,
                                                     const uint32_t (&p)[C::kScores / 2],
                                                     float (&output)[C::kOutputs]) {
     const Span& span = item.span;
     const Descriptor v = described_values();
     wait_for_values(span, span.first_tile);
-    multiply_values<T, C>(p, v, output);
+    multiply_values<T, C>(p, v, described_ones<C>(shared_.base), output);
   }
   // Waits for the product with V, and lets go of these.
   __device__ __forceinline__ void end_values(float (&output)[C::kOutputs]) {
@@ -264,9 +272,10 @@ class Consumer {
     if (C::kGathered && p_.pages.table) may_be_masked = true;
     bool careful = !C::kGeneral && overflowed(state);
     if (may_be_masked) careful |= holds_nan<C>(output);
+    RowState rows = general().in_powers_of_2(state);
+    if constexpr (C::kWeights) careful |= !add_tops<C>(*packed_, item, lane_here(), output, rows);
     careful = __any_sync(0xffffffffu, careful);
-    return end_rows<T, C>(p_, plan_, lane_here(), item, careful, general().in_powers_of_2(state),
-                          output);
+    return end_rows<T, C>(p_, plan_, lane_here(), item, careful, rows, output);
   }
 
   __device__ __forceinline__ void finish_item(const Item& item, int stage,
@@ -337,22 +346,11 @@ class Consumer {
         end = at.span.range.upper(first_query_of_warp(at.work) + 15) - first_key;
       }
     }
-    Raise raise;
-    if constexpr (C::kGeneral) {
-      raise = raise_maxima<C>(scores, factor, state);
-      exponentiate_general<C>(factor, scores, state);
-    } else if (!C::kPacksEarly && near) [[likely]] {
-      raise = exponentiate_first<C>(factor, scores, state);
-    } else {
-      raise = raise_maxima<C>(scores, factor, state);
-      if constexpr (kLook == Look::kBounds && C::kLeavesOutHidden) {
-        exponentiate_before<C>(end, factor, scores, state);
-      } else {
-        exponentiate_after<C>(factor, scores, state);
-      }
-    }
+    const Raise raise =
+        exponentiate_tile<C, kLook == Look::kBounds>(near, end, factor, scores, state);
     // Sums that tensor cores make are of rounded P: right for what they divide, too coarse for lse.
-    if (C::kSumsBound ? !near : !C::kOnes || p_.lse.data) add_up(row_sums<C>(scores), state);
+    if (!C::kWeights && (C::kSumsBound ? !near : !C::kOnes || p_.lse.data))
+      add_up(row_sums<C>(scores), state);
     return raise;
   }
 
@@ -376,7 +374,8 @@ class Consumer {
   __device__ __forceinline__ bool stays_near(const RowState& state) const {
     if constexpr (kLook == Look::kBits && !C::kPacksEarly)
       return __all_sync(0xffffffffu, is_near(0.f, state));
-    return !C::kGeneral && (kLook == Look::kNone || (C::kPackedMasks && kLook != Look::kBounds));
+    if constexpr (kLook == Look::kBounds || C::kGeneral) return false;
+    return C::kPackedMasks || C::kWeights || kLook == Look::kNone;
   }
   // Whether biases are a product.
   template <Look kLook>
@@ -388,9 +387,8 @@ class Consumer {
 
   // Whether tiles of keys have marks.
   __device__ __forceinline__ bool marked() const {
-    return C::kPackedMasks || (C::kGeneral && plan_.mask_per_key);
+    return C::kPackedMasks || C::kWeights || (C::kGeneral && plan_.mask_per_key);
   }
-
   // Whether biases are added to the tile's products: of pages that are missing.
   __device__ __forceinline__ bool adds_biases() const {
     if constexpr (C::kGathered) return item().biased && *shared_.biased(keys_.stage());
@@ -471,6 +469,7 @@ class Consumer {
   bool leaving_ = false;  // rows wait to leave the place of the queries before these
   PackedRing<C::kQueryStages> queries_;
   PackedRing<C::kStages> keys_, values_;
+  Weights<C> weights_;
 };
 
 }  // namespace flashonnx::sm90

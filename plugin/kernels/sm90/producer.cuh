@@ -94,7 +94,7 @@ __device__ __forceinline__ void produce(const Problem& p, const Plan& plan,
       for (; tile > end; --tile) {
         barrier_wait(shared.k_free(keys.stage), keys.round ^ 1);
         const uint32_t full = shared.k_full(keys.stage);
-        if (plan.mask_per_key) {
+        if (!C::kWeights && plan.mask_per_key) {
           barrier_expect(full, kBytes);
           copy_bytes(shared.bias_rows(keys.stage),
                      packed.tiles + int64_t{first_in_row + tile} * kBytes, kBytes, full);
@@ -148,6 +148,34 @@ __device__ __forceinline__ void produce(const Problem& p, const Plan& plan,
   hand_out({-1, 0, 0, 0}, {}, nullptr);
 }
 
+// By one thread: the weights of masked tiles, for each group as soon as it has done with those
+// before.
+template <class C>
+__device__ __forceinline__ void produce_weights(const PackedMask& packed, const Shared<C>& shared) {
+  Found<C> found(shared);
+  uint32_t round = 0;
+  while (found.next()->work.batch >= 0) {
+    const Item& item = *found.next();
+    const int64_t row = int64_t{item.marks.row.index} * packed.key_tiles;
+    int tile = item.span.last_tile;
+    while (tile >= item.span.first_tile) {
+      if (is_biased(item.marks, tile)) {
+        const unsigned char* const from =
+            packed.tiles + (row + tile) * C::kGroups * C::kWeightBytes;
+        for (int group = 0; group < C::kGroups; ++group) {
+          barrier_wait(shared.w_free(group), round ^ 1);
+          barrier_arrive_expecting(shared.w_full(group), C::kWeightBytes);
+          copy_bytes(shared.weights(group), from + group * C::kWeightBytes, C::kWeightBytes,
+                     shared.w_full(group));
+        }
+        round ^= 1;
+      }
+      tile = last_visible(item.marks.visible, tile - 1, item.span.first_tile);
+    }
+    found.done();
+  }
+}
+
 // By one warp: which tiles of keys each tile of queries sees.
 template <class C>
 __device__ __forceinline__ void find_tiles(const Problem& p, const Plan& plan,
@@ -165,7 +193,10 @@ __device__ __forceinline__ void find_tiles(const Problem& p, const Plan& plan,
     barrier_wait_long(shared.found_free(count % 2), count / 2 % 2 ^ 1);
     Item* const item = shared.found(count % 2);
     __syncwarp();
-    if (first_lane) item->work = work, item->marks.row.index = packed.row_of(p, work, C::kQueries);
+    if (first_lane) {
+      item->work = work;
+      item->marks.row = {static_cast<uint32_t>(packed.row_of(p, work, C::kQueries))};
+    }
     if (work.batch >= 0) {
       Span span = span_of<C>(forgotten(p), work);
       const bool calm = copy_marks<C>(p, packed, work, span, &item->marks);

@@ -29,7 +29,8 @@ struct Runs {
   __device__ __forceinline__ const ItemOf<C>& item() const { return *shared.item(queries.stage()); }
 
   // Goes on to the next tile that is not hidden. Returns how many from there on are either biased
-  // or not; none if one was left out and the values of the tile before need a look at bounds.
+  // or not; none if one was left out and the values of the tile before need a look at bounds, or
+  // with weights, as steps without count on a maximum of each row.
   __device__ __forceinline__ int next_visible(int& tile, bool& biased) const {
     const Marks& marks = item().marks;
     if (!C::kGeneral && marks.row.uniform) {
@@ -42,7 +43,7 @@ struct Runs {
     bool has_biases;
     const int run = visible_run(marks, tile, &has_biases);
     if (!C::kGeneral) biased = has_biases;
-    return skips && ends_early<C>(p, item().span) ? 0 : run;
+    return skips && (C::kWeights || ends_early<C>(p, item().span)) ? 0 : run;
   }
 
   // How many tiles from this one on need no look at bounds, nor do the values of those after them.

@@ -249,6 +249,24 @@ __device__ __forceinline__ void exponentiate_general(float factor, float (&score
   }
 }
 
+// From a tile's scores to P, in place. `near`: P may be made first, maxima then. `kBounds`: no row
+// of the warp sees keys from `end` on.
+template <class C, bool kBounds>
+__device__ __forceinline__ Raise exponentiate_tile(bool near, int end, float factor,
+                                                   float (&scores)[C::kScores], RowState& state) {
+  if (!C::kGeneral && !C::kPacksEarly && near) [[likely]]
+    return exponentiate_first<C>(factor, scores, state);
+  const Raise raise = raise_maxima<C>(scores, factor, state);
+  if constexpr (C::kGeneral) {
+    exponentiate_general<C>(factor, scores, state);
+  } else if constexpr (kBounds && C::kLeavesOutHidden) {
+    exponentiate_before<C>(end, factor, scores, state);
+  } else {
+    exponentiate_after<C>(factor, scores, state);
+  }
+  return raise;
+}
+
 // P as the A operand: accumulators of two 8-column groups are one 16-key operand.
 template <class T, class C, int kFirst = 0, int kEnd = C::kScores>
 __device__ __forceinline__ void pack_scores(const float (&scores)[C::kScores],
