@@ -22,15 +22,15 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
 
 // As well, but not before `x` is there, so that what it was made of has been loaded: the assembler
 // lets an arrival pass loads whose values are used after it. Either arrival is the same.
-__device__ __forceinline__ void barrier_arrive_after(bool x, uint32_t barrier) {
+__device__ __forceinline__ void barrier_arrive_after(uint32_t x, uint32_t barrier) {
   asm volatile(
       "{\n"
-      ".reg .pred known;\n"
-      "setp.ne.u32 known, %1, 0;\n"
-      "@known mbarrier.arrive.shared::cta.b64 _, [%0];\n"
-      "@!known mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+      ".reg .pred negative;\n"
+      "setp.lt.s32 negative, %1, 0;\n"
+      "@negative mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+      "@!negative mbarrier.arrive.shared::cta.b64 _, [%0];\n"
       "}\n" ::"r"(barrier),
-      "r"(static_cast<uint32_t>(x))
+      "r"(x)
       : "memory");
 }
 

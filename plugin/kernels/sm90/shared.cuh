@@ -106,13 +106,15 @@ struct Shared {
     fence_barrier_init();
   }
   // By one thread, before any other uses them. Consumers let go of Q by thread, as all read what is
-  // to be done with it, and of K and V by warp. `marked`: a warp finds tiles for the producer.
+  // to be done with it, of weights too, which all read, and of K and V by warp. `marked`: a warp
+  // finds tiles for the producer.
   __device__ __forceinline__ void init_barriers(bool marked) const {
     for (int i = 0; i < C::kBarriers; ++i) {
       const int consumers = C::kGroups * (i < 2 * C::kQueryStages ? 128 : 4);
       barrier_init(barrier(i), i % 2 ? consumers : 1);
     }
-    for (int group = 0; C::kWeights && group < C::kGroups; ++group) barrier_init(w_free(group), 4);
+    for (int group = 0; C::kWeights && group < C::kGroups; ++group)
+      barrier_init(w_free(group), 128);
     for (int place = 0; marked && place < 2; ++place) {
       barrier_init(found_full(place), 32);
       barrier_init(found_free(place), C::kWeights ? 2 : 1);

@@ -47,23 +47,21 @@ class Weights {
         asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(p[i + j]) : "r"(p[i + j]), "r"(x[j]));
       loaded |= p[i];
     }
-    let_go(shared, lane, loaded >> 31);
+    let_go(shared, lane, loaded);
   }
   // Of a tile of keys that the group leaves out.
   __device__ __forceinline__ void skip(const Shared<C>& shared, const Lane& lane) {
     wait(shared, lane);
-    let_go(shared, lane, false);
+    let_go(shared, lane, 0);
   }
 
  private:
   __device__ __forceinline__ void wait(const Shared<C>& shared, const Lane& lane) const {
     barrier_wait(shared.w_full(lane.group), round_);
   }
-  // `loaded`: of each lane, after its loads.
-  __device__ __forceinline__ void let_go(const Shared<C>& shared, const Lane& lane, bool loaded) {
-    const bool any = __any_sync(0xffffffffu, loaded);
-    __syncwarp();
-    if (lane.lane == 0) barrier_arrive_after(any, shared.w_free(lane.group));
+  __device__ __forceinline__ void let_go(const Shared<C>& shared, const Lane& lane,
+                                         uint32_t loaded) {
+    barrier_arrive_after(loaded, shared.w_free(lane.group));
     round_ ^= 1;
   }
   uint32_t round_ = 0;
