@@ -106,7 +106,10 @@ struct Tiling {
   static constexpr int kItemBytes = 160;
   static constexpr int kItemsAt = kBarriersAt + (kBarriers * 8 + kStages * 4 + 15) / 16 * 16;
   static constexpr int kFoundAt = kItemsAt + kQueryStages * kItemBytes;
-  static constexpr int kSharedBytes = kFoundAt + 2 * kItemBytes;
+  // What compute-sanitizer takes for read by the product with biases, of which a few bytes are read
+  // again and again, lies inside.
+  static constexpr int kSpareBytes = kBiasProduct ? 2048 : 0;
+  static constexpr int kSharedBytes = kFoundAt + 2 * kItemBytes + kSpareBytes;
   // Dynamic shared memory need not begin at a multiple of what swizzling asks for.
   static constexpr int kAlignment = 1024;
   static_assert(kSharedBytes + kAlignment <= 227 * 1024);

@@ -313,6 +313,14 @@ class Consumer {
     uint32_t pairs[C::kScores / 2];
     general().template read_early<Look::kBounds>(lane_, shared_.mask(keys_.stage()), pairs);
     weigh<Look::kBounds>(last_tile_, false, mask, pairs, scores, state);
+    // By bits, rows that are no queries see no key; they shall not keep a group from common steps.
+    if (has_bits()) {
+      const Lane lane = lane_here();
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        if (item().work.first_query + lane.first_row() + 8 * h >= p_.q_length)
+          state.maximum[h] = 0.f;
+    }
     return state;
   }
 
@@ -432,12 +440,14 @@ class Consumer {
   }
   template <Look kLook>
   __device__ __forceinline__ BiasOperands bias_operands(const Descriptor& keys) const {
-    if (!kMultipliesBiases<kLook>) return {};
-    // How far the stage is from the first; known to be the same in all lanes.
-    const uint32_t keys_at = keys.lower - described_by_rows<C>(shared_.k(0)).lower;
-    BiasOperands at = {described_by_halves(shared_.bias_factors(), 0),
-                       described_by_halves(shared_.bias_rows(0), 128)};
-    at.biases.lower += keys_at / (C::kKeyBytes / (C::kKeys * C::kBiasBytes));
+    BiasOperands at = {};
+    if constexpr (kMultipliesBiases<kLook>) {
+      // How far the stage is from the first; known to be the same in all lanes.
+      const uint32_t keys_at = keys.lower - described_by_rows<C>(shared_.k(0)).lower;
+      at = {described_by_halves(shared_.bias_factors(), 0),
+            described_by_halves(shared_.bias_rows(0), 128)};
+      at.biases.lower += keys_at / (C::kKeyBytes / (C::kKeys * C::kBiasBytes));
+    }
     return at;
   }
   __device__ __forceinline__ Descriptor described_values() const {
