@@ -20,6 +20,20 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// As well, but not before `x` is there, so that what it was made of has been loaded: the assembler
+// lets an arrival pass loads whose values are used after it. Either arrival is the same.
+__device__ __forceinline__ void barrier_arrive_after(uint32_t x, uint32_t barrier) {
+  asm volatile(
+      "{\n"
+      ".reg .pred negative;\n"
+      "setp.lt.s32 negative, %1, 0;\n"
+      "@negative mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+      "@!negative mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+      "}\n" ::"r"(barrier),
+      "r"(x)
+      : "memory");
+}
+
 __device__ __forceinline__ void barrier_arrive_expecting(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
@@ -58,6 +72,21 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       "over:\n"
       "}\n" ::"r"(barrier),
       "r"(parity)
+      : "memory");
+}
+
+// As well where it may take long: a look takes issue slots.
+__device__ __forceinline__ void barrier_wait_long(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, %2;\n"
+      "@done bra over;\n"
+      "bra again;\n"
+      "over:\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity), "r"(10000000)
       : "memory");
 }
 
@@ -142,6 +171,21 @@ __device__ __forceinline__ void named_sync(int name, int threads) {
 }
 __device__ __forceinline__ void named_arrive(int name, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+// Whether it is so for all threads, which wait for each other.
+__device__ __forceinline__ bool named_all(int name, int threads, bool x) {
+  uint32_t all;
+  asm volatile(
+      "{\n"
+      ".reg .pred mine, ours;\n"
+      "setp.ne.u32 mine, %3, 0;\n"
+      "bar.red.and.pred ours, %1, %2, mine;\n"
+      "selp.u32 %0, 1, 0, ours;\n"
+      "}\n"
+      : "=r"(all)
+      : "r"(name), "r"(threads), "r"(static_cast<uint32_t>(x))
+      : "memory");
+  return all != 0;
 }
 
 __device__ __forceinline__ void pause() { asm volatile("nanosleep.u32 0;" ::: "memory"); }

@@ -9,6 +9,7 @@
 #include "kernels/sm90/gathering.h"
 #include "kernels/sm90/lean.h"
 #include "kernels/sm90/packed_mask.h"
+#include "kernels/sm90/packed_weights.h"
 #include "kernels/sm90/tensor_map.h"
 
 namespace flashonnx::sm90 {
@@ -129,11 +130,13 @@ Gathering gathering_of(const Params& params, const Plan& plan, int keys, int box
 }
 
 int64_t workspace(const Params& params) {
-  return is_gathered(params) || is_lean(params) ? 0 : packed_mask_bytes(params);
+  if (is_gathered(params) || is_lean(params)) return 0;
+  return is_weighed(params) ? weights_bytes(params) : packed_mask_bytes(params);
 }
 int64_t workspace_bound(const Params& maxima) {
   const bool taken = maxima.device.arch == 90 && size_of(maxima.q.dtype) == 2;
-  return taken && !is_gathered(maxima) ? packed_mask_bound(maxima) : 0;
+  if (!taken || is_gathered(maxima)) return 0;
+  return std::max(packed_mask_bound(maxima), weights_bound(maxima));
 }
 
 flashonnx_status launch(const Params& params, void* workspace, void* stream) {
@@ -149,6 +152,10 @@ flashonnx_status launch(const Params& params, void* workspace, void* stream) {
     return launch_gathered_256(params, cuda_stream);
   }
   if (is_lean(params)) return launch_lean_64(params, cuda_stream);
+  if (is_weighed(params)) {
+    return dim <= 64 ? launch_weighted_64(params, workspace, cuda_stream)
+                     : launch_weighted_128(params, workspace, cuda_stream);
+  }
   if (dim <= 64) return launch_64(params, workspace, cuda_stream);
   if (dim <= 96) return launch_96(params, workspace, cuda_stream);
   if (dim <= 128) return launch_128(params, workspace, cuda_stream);
