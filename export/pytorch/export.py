@@ -11,13 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import logging
 import os
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from flashonnx.export.pytorch import exporter_faults
+from flashonnx.export.pytorch.advice import advice, of_experts
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -31,10 +36,6 @@ if TYPE_CHECKING:
 DEFAULT_OPSET = 20
 OLDEST_OPSET, NEWEST_OPSET = 18, 25  # torch exports at 18 and converts from there, silently not at all beyond 25
 
-_RETURNS_CACHE = (
-    "The model returns its cache: set model.config.use_cache = False before the export, or make the caches inputs and "
-    'outputs by kv_cache="static" or "paged".'
-)
 _OURS = ("dynamo", "f", "opset_version", "fallback", "export_params", "keep_initializers_as_inputs")
 
 
@@ -110,12 +111,12 @@ def export_onnx(
     def convert() -> tuple[ir.Model, Report]:
         with _quiet(), _plain_modules(), torch.no_grad():
             try:
-                program = torch.onnx.export(model, args, **kw)
+                exported = exporter_faults.export(model, args, kw)
             except Exception as error:
-                if "transformers.cache_utils" in str(error):
-                    error.add_note(_RETURNS_CACHE)
+                if advised := advice(model, error):
+                    error.add_note(advised)
                 raise
-        return program.model, _fuse(program.model, how)
+        return exported, _fuse(exported, how)
 
     converted, notes = _by_route(model, convert)
     exported, report = converted if converted is not None else convert()
@@ -173,8 +174,7 @@ def _with_cache(
             raise ValueError(f"export_onnx: argument '{name}' is not for kv_cache, which decides it")
     reason = transformers_route.candidate(model)
     if reason is not None:
-        why = reason or f"{type(model).__name__} is none"
-        raise CacheExportError(f"export_onnx: kv_cache is for models of transformers: {why}")
+        raise CacheExportError(f"export_onnx: {kv_cache.without_interface(model, reason)}")
     if model.training:
         raise CacheExportError(
             f"export_onnx: kv_cache is for generating, and this {type(model).__name__} is in training mode, in which "
@@ -185,12 +185,13 @@ def _with_cache(
     table = torch_nodes.table() | kv_cache.table() | (kw.pop("custom_translation_table", None) or {})
     kw = {"verbose": False} | kw | arguments | {"dynamo": True, "custom_translation_table": table}
     try:
-        with route, _quiet(), _plain_modules(), torch.no_grad():
-            exported = torch.onnx.export(module, **kw).model
+        with route, _quiet(), _held_back(), _plain_modules(), torch.no_grad():
+            exported = exporter_faults.export(module, kw.pop("args"), kw)
+            kv_cache.check_numbers(exported, route)
             unproved = _prove_rows(exported)  # before tables of all sentences' angles are made
             report = _fuse(exported, how)
     except Exception as error:
-        why = transformers_route.why_not(route, error)
+        why = of_experts(model, error) or kv_cache.why_not(route, error)
         raise CacheExportError(f"export_onnx: {type(model).__name__} with kv_cache: {why}") from error
     if unproved and not more:
         raise CacheExportError(f"export_onnx: {type(model).__name__} with kv_cache: {unproved}")
@@ -257,7 +258,7 @@ def _fuse(model: ir.Model, how: Mapping[str, bool]) -> Report:
     from flashonnx.export import Report, fusion
     from flashonnx.export.operator import schema
     from flashonnx.export.operator.cache_schema import KV_CACHE, VARLEN
-    from flashonnx.export.pytorch import exporter_faults
+    from flashonnx.export.rules import projections
 
     exporter_faults.spread_rotary_caches(model)
     ours = (schema.DOMAIN, schema.OP_TYPE)
@@ -269,6 +270,7 @@ def _fuse(model: ir.Model, how: Mapping[str, bool]) -> Report:
             _tidy(node, schema.OPERATORS[kind], outputs)
     kinds = {node.name: _kind(node) for node in caught}
     report = fusion.fuse_ir(model, **how)
+    projections.store_joined(model)
     sites = [
         dataclasses.replace(site, kind="torch.ops.flashonnx.attention_varlen", reason="")
         if site.kind == VARLEN
@@ -371,6 +373,14 @@ def _quiet() -> Iterator[None]:
         finally:
             for logger in loggers:
                 logger.removeFilter(keep)
+
+
+@contextlib.contextmanager
+def _held_back() -> Iterator[None]:
+    """Keeps what is written to stderr until it is known that all went well: else the error says it in fewer words."""
+    with contextlib.redirect_stderr(io.StringIO()) as held:
+        yield
+    print(held.getvalue(), end="", file=sys.stderr)
 
 
 def _torch() -> Any:

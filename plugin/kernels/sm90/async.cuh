@@ -132,6 +132,17 @@ __device__ __forceinline__ void copy_box(uint32_t shared, const CUtensorMap* map
       : "memory");
 }
 
+// Copies rows of all features of a tensor whose rows are numbered by groups of 8: groups of the
+// box, and in each of them boxes of features side by side.
+__device__ __forceinline__ void copy_whole_rows(uint32_t shared, const CUtensorMap* map,
+                                                uint32_t barrier, int group, int head) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %3, %3, %4, %5}], [%2];" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(0), "r"(group), "r"(head)
+      : "memory");
+}
+
 // Copies bytes as they are, a multiple of 16.
 __device__ __forceinline__ void copy_bytes(uint32_t shared, const void* from, uint32_t bytes,
                                            uint32_t barrier) {

@@ -15,6 +15,12 @@ namespace flashonnx::sm90 {
 // cap; weights (weights.cuh).
 enum class Masks { kNone, kPacked, kGeneral, kWeights };
 
+// Where a tile of K or V stands in shared memory, in 16 bytes: from 8 rows to the next ones, and
+// from a box of features to the next.
+struct Layout {
+  uint32_t rows, box;
+};
+
 template <int kDim_, int kGroups_, int kKeys_, int kStages_, int kQueryStages_, bool kTurns_,
           Masks kMasks_ = Masks::kNone, int kValueDim_ = kDim_>
 struct Tiling {
@@ -71,7 +77,8 @@ struct Tiling {
   static constexpr bool kLeavesOutHidden = kDim == 64 && kGroups == 2 && !kMarks;
 
   // What is rare at the end of a tile of queries has one copy, behind all that is common. With
-  // masks and pages that makes ptxas spill; at head size 64 it costs 2 % of 512 causal tokens.
+  // masks that makes ptxas spill; at head size 64 it costs 2 % of 512 causal tokens, in dense
+  // kernels alone.
   static constexpr bool kSharesSlowEnd = !kMarks && kDim != 64;
 
   // Sums of P say whether a maximum was too low, and half of P of plain tiles is packed beside the
@@ -87,6 +94,9 @@ struct Tiling {
   // K's the parts of the bias.
   static constexpr bool kBiasProduct = kPackedMasks;
   static constexpr int kBiasBytes = kBiasProduct ? 16 : kWeights ? 0 : 4;
+
+  // A layout: box after box. Pages may come as whole rows.
+  static constexpr uint32_t kRowsApart = 8 * kBoxRow / 16, kBoxesApart = kKeys * kBoxRow / 16;
 
   static constexpr int kScores = kKeys / 2;  // of a thread
   static constexpr int kOutputs = kValueDim / 2 + (kSumsByProducts ? 4 : 0);
@@ -153,15 +163,15 @@ struct Biased : C {
 template <class C>
 struct Gathered : C {
   static constexpr bool kGathered = true;
-  static constexpr bool kSharesSlowEnd = false;
+  static constexpr bool kSharesSlowEnd = true;
   // Without turns two groups may fall into step and want the tensor cores at the same times, for as
   // long as a tile lasts (docs: two rhythms).
   static constexpr bool kTurns = true;
-  // After what is to be done: tiles that were drawn, their barriers, and pages of 32 boxes of K and
-  // of V.
+  // After what is to be done: tiles that were drawn, their barriers, and where 32 boxes of K and of
+  // V are.
   static constexpr int kItemBytes = 48;
   static constexpr int kDrawnAt = C::kItemsAt + C::kQueryStages * kItemBytes;
-  static constexpr int kPlacesAt = kDrawnAt + (3 * 64 + 5 * 8 + 15) / 16 * 16;
+  static constexpr int kPlacesAt = kDrawnAt + (2 * 64 + 5 * 8 + 15) / 16 * 16;
   static constexpr int kSharedBytes = kPlacesAt + 2 * 32 * 4;
   static_assert(kSharedBytes + C::kAlignment <= 227 * 1024);
 };

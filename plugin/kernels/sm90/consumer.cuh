@@ -18,8 +18,9 @@ class Consumer {
 
  public:
   __device__ __forceinline__ Consumer(const Problem& p, const Plan& plan, const CUtensorMap& o_map,
-                                      const Shared<C>& shared, const PackedMask* packed = nullptr)
-      : p_(p), plan_(plan), o_map_(o_map), shared_(shared), packed_(packed) {}
+                                      const Shared<C>& shared, const PackedMask* packed,
+                                      const Layout* layout = nullptr)
+      : p_(p), plan_(plan), o_map_(o_map), shared_(shared), packed_(packed), layout_(layout) {}
 
   __device__ __forceinline__ void run() {
     if (C::kTurns && lane_.group == C::kGroups - 1) end_turn();  // the first turn is group 0's
@@ -157,7 +158,7 @@ class Consumer {
     const BiasOperands biases = bias_operands<Look::kBounds>(k);
     const uint2 mask = read_mask<Look::kBounds>(last_tile_);
     barrier_wait(shared_.k_full(keys_.stage()), keys_.round());
-    multiply_keys<T, C, C::kBiasProduct>(q, k, biases, scores);
+    multiply_keys<T, C, C::kBiasProduct>(q, k, layout(), biases, scores);
     return mask;
   }
 
@@ -169,7 +170,7 @@ class Consumer {
       const Runs<C> runs = {p_, packed_, has_bits(), shared_, queries_, lane_here(), last_tile_};
       bool biased = C::kGeneral && general().has_row_biases();
       int run = INT_MAX;
-      if constexpr (C::kGathered) biased = item().biased;
+      if constexpr (C::kGathered) run = item().misses ? 0 : run;  // pages: no steps for these alone
       if constexpr (C::kMarks)
         if (marked()) run = runs.next_visible(tile, biased);
       int plain = min(runs.plain_tiles(tile), run);
@@ -207,7 +208,7 @@ class Consumer {
     const uint2 mask = read_mask<kLook>(tile);
     barrier_wait(shared_.k_full(keys_.stage()), keys_.round());
     begin_turn();
-    multiply_keys<T, C, kMultipliesBiases<kLook>>(q, k, biases, scores);
+    multiply_keys<T, C, kMultipliesBiases<kLook>>(q, k, layout(), biases, scores);
     if constexpr (kLook == Look::kBounds) {
       int before = tile + 1;
       if constexpr (C::kMarks)
@@ -216,7 +217,7 @@ class Consumer {
     } else {
       barrier_wait(shared_.v_full(values_.stage()), values_.round());
     }
-    multiply_values<T, C>(p, v, described_ones<C>(shared_.base), output);
+    multiply_values<T, C>(p, v, layout(), described_ones<C>(shared_.base), output);
     end_turn();
     settle_stores();
     uint32_t pairs[C::kScores / 2];
@@ -255,7 +256,7 @@ class Consumer {
     const Span& span = item.span;
     const Descriptor v = described_values();
     wait_for_values(span, span.first_tile);
-    multiply_values<T, C>(p, v, described_ones<C>(shared_.base), output);
+    multiply_values<T, C>(p, v, layout(), described_ones<C>(shared_.base), output);
   }
   // Waits for the product with V, and lets go of these.
   __device__ __forceinline__ void end_values(float (&output)[C::kOutputs]) {
@@ -336,10 +337,8 @@ class Consumer {
                                       shared_.biases(keys_.stage()), pairs, scores);
     } else if (kLook == Look::kBits || (kLook == Look::kBounds && has_bits())) {
       hide_by_bits<C>(mask, scores);
-    } else if (kLook != Look::kNone && adds_biases()) {
-      add_key_biases<C>(lane_here(), factor, 1.f, shared_.biases(keys_.stage()), scores);
-      factor = 1.f;
     }
+    const uint32_t there = keys_there();
     release(shared_.k_free(keys_.stage()));
     keys_.advance();
     int end = C::kKeys;
@@ -349,8 +348,8 @@ class Consumer {
       const int first_query = at.work.first_query + lane_here().group * 64;
       const int last_query = min(first_query + 63, queries_of<C>(p_, at) - 1);
       if (first_key < at.span.range.lower(last_query) ||
-          first_key + C::kKeys > at.span.range.upper(first_query)) {
-        apply_bounds<C>(at.span.range, lane_here(), at.work.first_query, first_key, scores);
+          first_key + C::kKeys > at.span.range.upper(first_query) || ~there != 0) {
+        apply_bounds<C>(at.span.range, lane_here(), at.work.first_query, first_key, there, scores);
         end = at.span.range.upper(first_query_of_warp(at.work) + 15) - first_key;
       }
     }
@@ -397,10 +396,10 @@ class Consumer {
   __device__ __forceinline__ bool marked() const {
     return C::kPackedMasks || C::kWeights || (C::kGeneral && plan_.mask_per_key);
   }
-  // Whether biases are added to the tile's products: of pages that are missing.
-  __device__ __forceinline__ bool adds_biases() const {
-    if constexpr (C::kGathered) return item().biased && *shared_.biased(keys_.stage());
-    return false;
+  // Which keys of the tile have pages.
+  __device__ __forceinline__ uint32_t keys_there() const {
+    if constexpr (C::kGathered) return item().misses ? *shared_.present(keys_.stage()) : ~0u;
+    return ~0u;
   }
 
   // Rows of V between the batch entry's length and the tensor's end may hold anything: zeros
@@ -409,7 +408,7 @@ class Consumer {
     barrier_wait(shared_.v_full(values_.stage()), values_.round());
     const int limit = max(span.range.limit - tile * C::kKeys, 0);
     if (limit >= C::kKeys || !ends_early<C>(p_, span)) return;
-    clear_values<C>(shared_.v(values_.stage()), limit);
+    clear_values<C>(shared_.v(values_.stage()), layout(), limit);
     fence_async();
     named_sync(1 + C::kGroups + lane_.group, 128);
   }
@@ -432,18 +431,18 @@ class Consumer {
     if constexpr (C::kHoldsQueries) {
       return (held_);
     } else {
-      return described_by_rows<C>(queries(queries_.stage())).uniform();
+      return described_by_rows<C>(queries(queries_.stage()), C::kRowsApart).uniform();
     }
   }
   __device__ __forceinline__ Descriptor described_keys() const {
-    return described_by_rows<C>(shared_.k(keys_.stage())).uniform();
+    return described_by_rows<C>(shared_.k(keys_.stage()), layout().rows).uniform();
   }
   template <Look kLook>
   __device__ __forceinline__ BiasOperands bias_operands(const Descriptor& keys) const {
     BiasOperands at = {};
     if constexpr (kMultipliesBiases<kLook>) {
       // How far the stage is from the first; known to be the same in all lanes.
-      const uint32_t keys_at = keys.lower - described_by_rows<C>(shared_.k(0)).lower;
+      const uint32_t keys_at = keys.lower - described_by_rows<C>(shared_.k(0), layout().rows).lower;
       at = {described_by_halves(shared_.bias_factors(), 0),
             described_by_halves(shared_.bias_rows(0), 128)};
       at.biases.lower += keys_at / (C::kKeyBytes / (C::kKeys * C::kBiasBytes));
@@ -451,8 +450,12 @@ class Consumer {
     return at;
   }
   __device__ __forceinline__ Descriptor described_values() const {
-    return described_by_features<C>(shared_.v(values_.stage()), shared_.base + C::kOnesAt)
+    return described_by_features<C>(shared_.v(values_.stage()), shared_.base + C::kOnesAt, layout())
         .uniform();
+  }
+  __device__ __forceinline__ Layout layout() const {
+    if constexpr (C::kGathered && C::kBoxes > 1) return *layout_;
+    return {C::kRowsApart, C::kBoxesApart};
   }
 
   // The tile of queries at hand.
@@ -473,6 +476,7 @@ class Consumer {
   const CUtensorMap& o_map_;
   const Shared<C>& shared_;
   const PackedMask* const packed_;
+  const Layout* const layout_;
   const Lane lane_;
   uint32_t held_[C::kHoldsQueries ? C::kDim / 16 : 1][4];  // queries
   int last_tile_;                                          // of keys that this group sees

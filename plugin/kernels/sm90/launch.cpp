@@ -2,10 +2,12 @@
 #include "kernels/sm90/launch.h"
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 
 #include "kernels/common/status.h"
 #include "kernels/sm90/gathering.h"
+#include "kernels/sm90/lean.h"
 #include "kernels/sm90/packed_mask.h"
 #include "kernels/sm90/packed_weights.h"
 #include "kernels/sm90/tensor_map.h"
@@ -37,6 +39,8 @@ const char* refusal(const Params& params) {
     return "caps no scores of ragged batches and pages";
   if (is_present(params.block_table)) {
     if (params.page_size % 8 != 0) return "does pages of a multiple of 8 slots";
+    if (rows_of_page(params, params.k) == 0 || rows_of_page(params, params.v) == 0)
+      return "reads pages at multiples of their rows";
     if (is_present(params.mask)) return "takes no mask with pages";
   }
   if (params.mask.dtype != FLASHONNX_NONE && params.mask.stride[2] != 0 && params.q_length > 1) {
@@ -47,7 +51,8 @@ const char* refusal(const Params& params) {
   }
   // The kernel that packs a mask takes longer than what there is to gain.
   constexpr int64_t kFewKeys = 128;
-  if (is_present(params.mask) && !is_gathered(params) && params.kv_length <= kFewKeys)
+  if (is_present(params.mask) && !is_gathered(params) && params.kv_length <= kFewKeys &&
+      !is_lean(params))
     return "leaves masks of up to 128 keys to kernels that read them as they are";
   // Counted in 32 bits, with the blocks of a round added.
   constexpr int64_t kMostTiles = int64_t{1} << 30;
@@ -75,7 +80,16 @@ bool adds_biases(const Params& params) {
          fits(params.q_bias, params.q_heads) && fits(params.v_bias, params.kv_heads);
 }
 
-Gathering gathering_of(const Params& params, int keys, Problem* p, Plan* plan) {
+// The copy engine counts rows in 32 bits.
+int64_t rows_of_page(const Params& params, const flashonnx_tensor& tensor) {
+  if (params.num_pages <= 1) return params.page_size;
+  const int64_t rows = tensor.stride[0] / tensor.stride[2];
+  const bool fits = tensor.stride[0] % tensor.stride[2] == 0 && rows >= params.page_size &&
+                    rows <= std::numeric_limits<int32_t>::max() / params.num_pages;
+  return fits ? rows : 0;
+}
+
+Gathering gathering_of(const Params& params, const Plan& plan, int keys, int boxes, Problem* p) {
   const bool ragged = is_present(params.cu_seqlens_q), paged = is_present(params.block_table);
   Gathering gathering = {};
   // A zero stands behind the first numbers of the workspace: see resolve.h.
@@ -84,6 +98,18 @@ Gathering gathering_of(const Params& params, int keys, Problem* p, Plan* plan) {
   gathering.sequences = static_cast<int32_t>(params.batch);
   gathering.part = (gathering.sequences + 31) / 32;
   gathering.rows = Divider(static_cast<uint32_t>(paged ? std::gcd(params.page_size, keys) : keys));
+  gathering.layout = {64, static_cast<uint32_t>(keys) * 8};
+  if (paged) {
+    const int64_t k_page = rows_of_page(params, params.k), v_page = rows_of_page(params, params.v);
+    gathering.whole_rows = boxes > 1 && params.head_dim % 64 == 0 && params.value_dim % 64 == 0 &&
+                           k_page % 8 == 0 && v_page % 8 == 0;
+    if (gathering.whole_rows) {
+      gathering.unit_bits = 3;
+      gathering.layout = {static_cast<uint32_t>(boxes) * 64, 64};
+    }
+    gathering.k_page = static_cast<int32_t>(k_page >> gathering.unit_bits);
+    gathering.v_page = static_cast<int32_t>(v_page >> gathering.unit_bits);
+  }
   // Causal tiles are taken longest first, over as many heads as have room for K and V in half the
   // L2 cache of a large GPU; else those of one key head, so that neighbours share them.
   constexpr int64_t kSectionBytes = int64_t{32} << 20;
@@ -92,7 +118,7 @@ Gathering gathering_of(const Params& params, int keys, Problem* p, Plan* plan) {
                              : params.kv_length;
   const int64_t bytes = std::max<int64_t>(length * (params.head_dim + params.value_dim) * 2, 1);
   int64_t kv_heads =
-      plan->longest_last ? std::clamp<int64_t>(kSectionBytes / bytes, 1, params.kv_heads) : 1;
+      plan.longest_last ? std::clamp<int64_t>(kSectionBytes / bytes, 1, params.kv_heads) : 1;
   while (params.kv_heads % kv_heads != 0) --kv_heads;
   gathering.section = Divider(static_cast<uint32_t>(kv_heads * (params.q_heads / params.kv_heads)));
   if (ragged) {  // one run of tokens
@@ -100,12 +126,11 @@ Gathering gathering_of(const Params& params, int keys, Problem* p, Plan* plan) {
     p->q.batch = p->o.batch = p->lse.batch = 0;
   }
   if (paged || is_present(params.cu_seqlens_k)) p->k.batch = p->v.batch = 0;
-  plan->mask_per_key = paged;  // a key without a page has a bias
   return gathering;
 }
 
 int64_t workspace(const Params& params) {
-  if (is_gathered(params)) return 0;
+  if (is_gathered(params) || is_lean(params)) return 0;
   return is_weighed(params) ? weights_bytes(params) : packed_mask_bytes(params);
 }
 int64_t workspace_bound(const Params& maxima) {
@@ -126,6 +151,7 @@ flashonnx_status launch(const Params& params, void* workspace, void* stream) {
     if (dim <= 128) return launch_gathered_128(params, cuda_stream);
     return launch_gathered_256(params, cuda_stream);
   }
+  if (is_lean(params)) return launch_lean_64(params, cuda_stream);
   if (is_weighed(params)) {
     return dim <= 64 ? launch_weighted_64(params, workspace, cuda_stream)
                      : launch_weighted_128(params, workspace, cuda_stream);

@@ -28,6 +28,9 @@ struct Descriptor {
   __device__ __forceinline__ uint64_t plus(uint32_t bytes) const {
     return uint64_t{upper} << 32 | (lower + bytes / 16);
   }
+  __device__ __forceinline__ uint64_t plus_chunks(uint32_t chunks) const {  // of 16 bytes
+    return uint64_t{upper} << 32 | (lower + chunks);
+  }
   // As well; what follows the box stays where it is.
   __device__ __forceinline__ uint64_t plus_before_ones(uint32_t bytes) const {
     return uint64_t{upper} << 32 | (lower + bytes / 16 - (bytes / 16 << 16));
@@ -35,13 +38,13 @@ struct Descriptor {
 };
 
 template <class C>
-constexpr uint32_t kSwizzledRows = (C::kBoxRow == 128 ? 1u : 2u) << 30 | 8 * C::kBoxRow / 16;
+constexpr uint32_t kSwizzled = (C::kBoxRow == 128 ? 1u : 2u) << 30;
 
-// Rows are the operand's rows (queries of A, keys of B), features what is summed over: 16 of them
-// in one product.
+// Rows are the operand's rows (queries of A, keys of B), 8 of them `apart` chunks of 16 bytes from
+// the next, features what is summed over: 16 of them in one product.
 template <class C>
-__device__ __forceinline__ Descriptor described_by_rows(uint32_t shared) {
-  return {(shared & 0x3ffff) >> 4 | 1u << 16, kSwizzledRows<C>};
+__device__ __forceinline__ Descriptor described_by_rows(uint32_t shared, uint32_t apart) {
+  return {(shared & 0x3ffff) >> 4 | 1u << 16, kSwizzled<C> | apart};
 }
 // As well without swizzling: rows of 16 bytes, of which each is both halves of a product's
 // features; `groups` bytes from 8 rows to the next.
@@ -57,9 +60,10 @@ __device__ __forceinline__ Descriptor described_ones(uint32_t base) {
 // Keys are what is summed over, 16 in one product; features are the columns of B: boxes follow one
 // another, or after the only one comes a column of ones, which is the same for all keys.
 template <class C>
-__device__ __forceinline__ Descriptor described_by_features(uint32_t shared, uint32_t ones) {
-  const uint32_t next = C::kOnes ? ones - shared : uint32_t{C::kKeys * C::kBoxRow};
-  return {(shared & 0x3ffff) >> 4 | next / 16 << 16, kSwizzledRows<C>};
+__device__ __forceinline__ Descriptor described_by_features(uint32_t shared, uint32_t ones,
+                                                            const Layout& layout) {
+  const uint32_t next = C::kOnes ? (ones - shared) / 16 : layout.box;
+  return {(shared & 0x3ffff) >> 4 | next << 16, kSwizzled<C> | layout.rows};
 }
 
 // The instruction of 64 x kColumns x 16 for an element type. SS: A and B in shared memory, columns
@@ -129,7 +133,7 @@ struct BiasOperands {
 // in shared memory or, which spares reading them from there for each tile, are held in registers.
 template <class T, class C, bool kBiased, class Queries>
 __device__ __forceinline__ void multiply_keys(const Queries& q, const Descriptor& k,
-                                              const BiasOperands& biases,
+                                              const Layout& layout, const BiasOperands& biases,
                                               float (&scores)[C::kScores]) {
   const auto product = [&]<int... i>(int d, uint64_t b, gmma::ScaleOut out,
                                      std::integer_sequence<int, i...>) {
@@ -148,7 +152,7 @@ __device__ __forceinline__ void multiply_keys(const Queries& q, const Descriptor
 #pragma unroll
   for (int d = 0; d < C::kDim; d += 16) {
     const uint32_t box = d / C::kBox, inside = d % C::kBox * 2;
-    product(d, k.plus(box * C::kKeys * C::kBoxRow + inside),
+    product(d, k.plus_chunks(box * layout.box + inside / 16),
             d == 0 ? gmma::ScaleOut::Zero : gmma::ScaleOut::One,
             std::make_integer_sequence<int, C::kScores>());
   }
@@ -166,7 +170,8 @@ __device__ __forceinline__ void multiply_keys(const Queries& q, const Descriptor
 // output += P V: one group, under way afterwards. `ones`: for sums apart, 8 columns.
 template <class T, class C>
 __device__ __forceinline__ void multiply_values(const uint32_t (&p)[C::kScores / 2],
-                                                const Descriptor& v, const Descriptor& ones,
+                                                const Descriptor& v, const Layout& layout,
+                                                const Descriptor& ones,
                                                 float (&output)[C::kOutputs]) {
   constexpr int kColumns = C::kValueDim + (C::kOnes ? 8 : 0);
   const auto product = [&]<int... i>(const uint32_t* a, uint64_t b, gmma::ScaleOut out,
@@ -178,8 +183,8 @@ __device__ __forceinline__ void multiply_values(const uint32_t (&p)[C::kScores /
   begin_products();
 #pragma unroll
   for (int key = 0; key < C::kKeys; key += 16) {
-    const uint32_t offset = key * C::kBoxRow;
-    product(p + key / 4, C::kOnes ? v.plus_before_ones(offset) : v.plus(offset),
+    const uint32_t offset = key / 8 * layout.rows;
+    product(p + key / 4, C::kOnes ? v.plus_before_ones(offset * 16) : v.plus_chunks(offset),
             gmma::ScaleOut::One, std::make_integer_sequence<int, kColumns / 2>());
     if constexpr (C::kOnesApart) {
       float* const sum = output + kColumns / 2;

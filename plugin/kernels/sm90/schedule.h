@@ -112,7 +112,7 @@ struct alignas(16) GatheredItem {
   Span span;
   int32_t queries;  // of the sequence
   int32_t token;    // row of its first query
-  int32_t biased;   // pages are missing
+  int32_t misses;   // pages, of some keys
 };
 
 template <class C>

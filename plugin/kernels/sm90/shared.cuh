@@ -62,9 +62,9 @@ struct Shared {
       reinterpret_cast<uint4*>(memory + C::kBiasAt)[i] = {};
     fence_async();
   }
-  // Whether one of the stage's biases is not 0.
-  __device__ __forceinline__ int* biased(int stage) const {
-    return reinterpret_cast<int*>(memory + C::kBarriersAt + 8 * C::kBarriers) + stage;
+  // Which of the stage's keys have pages: see mask.cuh.
+  __device__ __forceinline__ uint32_t* present(int stage) const {
+    return reinterpret_cast<uint32_t*>(memory + C::kBarriersAt + 8 * C::kBarriers) + stage;
   }
 
   __device__ __forceinline__ ItemOf<C>* item(int stage) const {
@@ -128,13 +128,15 @@ struct Shared {
 
 // A tile's rows of V from `first` on become zeros, by a warpgroup.
 template <class C>
-__device__ __forceinline__ void clear_values(uint32_t tile, int first) {
+__device__ __forceinline__ void clear_values(uint32_t tile, const Layout& layout, int first) {
   constexpr int kChunks = C::kBoxRow / 16;
   const uint32_t at = tile + threadIdx.x % kChunks * 16;
   for (int row = first + threadIdx.x % 128 / kChunks; row < C::kKeys; row += 128 / kChunks) {
 #pragma unroll
     for (int box = 0; box < C::kValueBoxes; ++box) {
-      const uint32_t to = at + (box * C::kKeys + row) * C::kBoxRow;
+      uint32_t to = at + (box * C::kKeys + row) * C::kBoxRow;
+      if constexpr (C::kGathered)
+        to = at + (row / 8 * layout.rows + box * layout.box) * 16 + row % 8 * C::kBoxRow;
       asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
     }
   }
