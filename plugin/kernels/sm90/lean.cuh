@@ -260,7 +260,7 @@ class LeanConsumer {
     const int last_query = min(first_query + C::kQueries, p_.q_length) - 1;
     if (first_key >= range.lower(last_query) && first_key + C::kKeys <= range.upper(first_query))
       return C::kKeys;
-    apply_bounds<C>(range, lane_, first_query, first_key, scores);
+    apply_bounds<C>(range, lane_, first_query, first_key, ~0u, scores);
     return range.upper(first_query + lane_.warp * 16 + 15) - first_key;
   }
 
