@@ -100,6 +100,19 @@ __device__ __forceinline__ void fence_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// True, by the only thread of a warp that runs this.
+__device__ __forceinline__ bool is_elected_alone() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred one;\n"
+      "elect.sync _|one, 1;\n"
+      "selp.u32 %0, 1, 0, one;\n"
+      "}\n"
+      : "=r"(elected));
+  return elected != 0;
+}
+
 __device__ __forceinline__ void prefetch(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

@@ -396,7 +396,6 @@ class Consumer {
   __device__ __forceinline__ bool marked() const {
     return C::kPackedMasks || C::kWeights || (C::kGeneral && plan_.mask_per_key);
   }
-
   // Which keys of the tile have pages.
   __device__ __forceinline__ uint32_t keys_there() const {
     if constexpr (C::kGathered) return item().misses ? *shared_.present(keys_.stage()) : ~0u;
@@ -443,7 +442,7 @@ class Consumer {
     BiasOperands at = {};
     if constexpr (kMultipliesBiases<kLook>) {
       // How far the stage is from the first; known to be the same in all lanes.
-      const uint32_t keys_at = keys.lower - described_by_rows<C>(shared_.k(0), C::kRowsApart).lower;
+      const uint32_t keys_at = keys.lower - described_by_rows<C>(shared_.k(0), layout().rows).lower;
       at = {described_by_halves(shared_.bias_factors(), 0),
             described_by_halves(shared_.bias_rows(0), 128)};
       at.biases.lower += keys_at / (C::kKeyBytes / (C::kKeys * C::kBiasBytes));

@@ -86,7 +86,6 @@ class Room {
 template <class T, class C>
 class LeanConsumer {
   static constexpr int kWeights = C::kScores / 2;
-  static constexpr Layout kLayout = {C::kRowsApart, C::kBoxesApart};
 
  public:
   __device__ __forceinline__ LeanConsumer(const Problem& p, const Plan& plan, const LeanPlan& lean,
@@ -194,15 +193,17 @@ class LeanConsumer {
     __syncthreads();
   }
 
+  __device__ __forceinline__ static Layout layout() { return {C::kRowsApart, C::kBoxesApart}; }
+
   __device__ __forceinline__ void multiply_keys(int tile, float (&scores)[C::kScores]) const {
     const Descriptor q = described_by_rows<C>(room_.q(), C::kRowsApart).uniform();
     const Descriptor k = described_by_rows<C>(room_.k(tile), C::kRowsApart).uniform();
-    sm90::multiply_keys<T, C, false>(q, k, kLayout, {}, scores);
+    sm90::multiply_keys<T, C, false>(q, k, layout(), {}, scores);
   }
   __device__ __forceinline__ void multiply_values(int tile, const uint32_t (&weights)[kWeights],
                                                   float (&output)[C::kOutputs]) const {
-    const Descriptor v = described_by_features<C>(room_.v(tile), 0, kLayout).uniform();
-    sm90::multiply_values<T, C>(weights, v, kLayout, {}, output);
+    const Descriptor v = described_by_features<C>(room_.v(tile), 0, layout()).uniform();
+    sm90::multiply_values<T, C>(weights, v, layout(), {}, output);
   }
 
   // Rows past a batch entry's length may hold anything: they become zeros.
@@ -210,7 +211,7 @@ class LeanConsumer {
     barrier_wait(room_.v_full(tile), 0);
     const int limit = item_.span.range.limit;
     if (limit - tile * C::kKeys >= C::kKeys || limit >= p_.key_length) return;
-    clear_values<C>(room_.v(tile), kLayout, limit - tile * C::kKeys);
+    clear_values<C>(room_.v(tile), layout(), limit - tile * C::kKeys);
     fence_async();
     __syncthreads();
   }
@@ -260,7 +261,7 @@ class LeanConsumer {
     const int last_query = min(first_query + C::kQueries, p_.q_length) - 1;
     if (first_key >= range.lower(last_query) && first_key + C::kKeys <= range.upper(first_query))
       return C::kKeys;
-    apply_bounds<C>(range, lane_, first_query, first_key, scores);
+    apply_bounds<C>(range, lane_, first_query, first_key, ~0u, scores);
     return range.upper(first_query + lane_.warp * 16 + 15) - first_key;
   }
 

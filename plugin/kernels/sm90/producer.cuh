@@ -53,9 +53,11 @@ __device__ __forceinline__ void produce(const Problem& p, const Plan& plan,
   const auto copy_due_values = [&] {
     if (values_tile < 0) return;
     barrier_wait(shared.v_free(values.stage), values.round ^ 1);
-    copy_tile<C, C::kKeys, C::kValueBoxes>(shared.v(values.stage), &maps.v,
-                                           shared.v_full(values.stage), values_tile * C::kKeys,
-                                           values_of.kv_head, values_of.batch);
+    if (!kMarked || is_elected_alone()) {
+      copy_tile<C, C::kKeys, C::kValueBoxes>(shared.v(values.stage), &maps.v,
+                                             shared.v_full(values.stage), values_tile * C::kKeys,
+                                             values_of.kv_head, values_of.batch);
+    }
     values.advance();
     values_tile = -1;
   };
@@ -81,32 +83,36 @@ __device__ __forceinline__ void produce(const Problem& p, const Plan& plan,
     }
     queries.advance();
   };
-  // What is run for each tile is kept short: an instruction of this warp is one that consumers do
-  // not issue.
+  // One thread runs this. To the compiler it is one of the threads that do, so that what it copies
+  // needs no loop over lanes. What is run for each tile is kept short: an instruction of this warp
+  // is one that consumers do not issue.
   const auto produce_seen = [&](const Item& item) {
     if (C::kQueryStages == 1) copy_due_values();
     constexpr int kBytes = C::kKeys * C::kBiasBytes;
-    const int kv_head = item.work.kv_head, batch = item.work.batch;
+    const int first_tile = item.span.first_tile, kv_head = item.work.kv_head;
+    const int batch = item.work.batch;
     int tile = item.span.last_tile;
     const uint32_t first_in_row = item.marks.row.index * packed.key_tiles;
-    while (tile >= item.span.first_tile) {
-      const int end = tile - min(visible_run(item.marks, tile), tile - item.span.first_tile + 1);
+    while (tile >= first_tile) {
+      const int end = tile - min(visible_run(item.marks, tile), tile - first_tile + 1);
       for (; tile > end; --tile) {
         barrier_wait(shared.k_free(keys.stage), keys.round ^ 1);
         const uint32_t full = shared.k_full(keys.stage);
-        if (!C::kWeights && plan.mask_per_key) {
-          barrier_expect(full, kBytes);
-          copy_bytes(shared.bias_rows(keys.stage),
-                     packed.tiles + int64_t{first_in_row + tile} * kBytes, kBytes, full);
+        if (is_elected_alone()) {
+          if (!C::kWeights && plan.mask_per_key) {
+            barrier_expect(full, kBytes);
+            copy_bytes(shared.bias_rows(keys.stage),
+                       packed.tiles + int64_t{first_in_row + tile} * kBytes, kBytes, full);
+          }
+          copy_tile<C, C::kKeys, C::kBoxes>(shared.k(keys.stage), &maps.k, full, tile * C::kKeys,
+                                            kv_head, batch);
         }
-        copy_tile<C, C::kKeys, C::kBoxes>(shared.k(keys.stage), &maps.k, full, tile * C::kKeys,
-                                          kv_head, batch);
         keys.advance();
         if (tile == item.span.last_tile) hand_out(item.work, item.span, &item.marks);
         copy_due_values();
         values_of.kv_head = kv_head, values_of.batch = batch, values_tile = tile;
       }
-      tile = last_visible(item.marks.visible, tile, item.span.first_tile);
+      tile = last_visible(item.marks.visible, tile, first_tile);
     }
   };
   const auto produce_tiles = [&](const Work& work, const Span& span) {
