@@ -21,7 +21,7 @@ struct Lean : Tiling<64, 1, 64, 1, 1, false> {
   static constexpr int kThreads = 128;
   static constexpr int kBlocks = kBlocks_;  // of a multiprocessor, with up to 128 keys
   static constexpr bool kPlain = false;
-  static constexpr bool kOnes = false;  // four registers more
+  static constexpr bool kOnes = false, kSumsByProducts = false;  // four registers more
   static constexpr int kOutputs = Base::kValueDim / 2;
   static constexpr int kMostTiles = 8;
   static constexpr int kBoxKeys = Base::kKeys;  // that are copied at once
