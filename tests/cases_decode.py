@@ -88,6 +88,8 @@ _CACHES = typed_caches(
     *(CacheCase(f"decode-pages-{n}-long-d{d}", page_size=n, **(_PAGED | {"heads": (4, 1), "lengths": (7777, 3000),
                 "capacity": 8016, "head_dim": d, "missing": missing}))
       for n, d, missing in ((1, 64, ()), (16, 128, ((0, 77), (1, 150))), (48, 256, ()), (1, 128, ((0, 7000),)))),
+    CacheCase("decode-pages-1-window", page_size=1, left=500, missing=((0, 7500),), **(_PAGED | {"heads": (4, 1),
+              "lengths": (7777, 3000), "capacity": 8016, "head_dim": 128})),
     CacheCase("decode-pages-q5", page_size=16, **(_PAGED | {"q_length": 5, "heads": (7, 1), "head_dim": 128})),
     CacheCase("decode-pages-q8", page_size=16, is_causal=0, **(_PAGED | {"q_length": 8, "heads": (16, 2)})),
     CacheCase("decode-pages-window", page_size=16, left=40, sinks=True, softcap=5.0, **(_PAGED | {"q_length": 3})),

@@ -13,6 +13,34 @@ namespace {
 
 constexpr int kWarps = 4;
 
+// The whole of `count` parts; part(i) gives {maximum, sum} as float2.
+template <class Part>
+__device__ __forceinline__ Sums total_of(int count, Part part) {
+  Sums total;
+#pragma unroll 4
+  for (int i = 0; i < count; ++i) total.maximum = fmaxf(total.maximum, part(i).x);
+#pragma unroll 4
+  for (int i = 0; i < count; ++i) {
+    const float2 x = part(i);
+    total.sum = fmaf(exp2_approximate(x.x - total.maximum), x.y, total.sum);
+  }
+  return total;
+}
+
+// Likewise four features: output(i) gives them as float4.
+template <class Part, class Output>
+__device__ __forceinline__ float4 outputs_of(int count, float maximum, Part part, Output output) {
+  float4 all = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 4
+  for (int i = 0; i < count; ++i) {
+    const float weight = exp2_approximate(part(i).x - maximum);
+    const float4 x = output(i);
+    all.x = fmaf(weight, x.x, all.x), all.y = fmaf(weight, x.y, all.y);
+    all.z = fmaf(weight, x.z, all.z), all.w = fmaf(weight, x.w, all.w);
+  }
+  return all;
+}
+
 template <class T>
 __global__ void __launch_bounds__(32 * kWarps)
     combine(const __grid_constant__ Problem p, const __grid_constant__ Decode d) {

@@ -17,33 +17,39 @@ struct Sums {  // of a row
   float maximum = -FLT_MAX, sum = 0.f;
 };
 
-// The whole of `count` parts; part(i) gives {maximum, sum} as float2.
-template <class Part>
-__device__ __forceinline__ Sums total_of(int count, Part part) {
+// The whole of up to kMost parts, each of which is asked for once, and all at once: part(i) gives
+// {maximum, sum} as float2, output(i) four features as float4.
+template <int kMost>
+struct Weighed {
   Sums total;
-#pragma unroll 4
-  for (int i = 0; i < count; ++i) total.maximum = fmaxf(total.maximum, part(i).x);
-#pragma unroll 4
-  for (int i = 0; i < count; ++i) {
-    const float2 x = part(i);
-    total.sum = fmaf(exp2_approximate(x.x - total.maximum), x.y, total.sum);
-  }
-  return total;
-}
+  float weight[kMost];
 
-// Likewise four features: output(i) gives them as float4.
-template <class Part, class Output>
-__device__ __forceinline__ float4 outputs_of(int count, float maximum, Part part, Output output) {
-  float4 all = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll 4
-  for (int i = 0; i < count; ++i) {
-    const float weight = exp2_approximate(part(i).x - maximum);
-    const float4 x = output(i);
-    all.x = fmaf(weight, x.x, all.x), all.y = fmaf(weight, x.y, all.y);
-    all.z = fmaf(weight, x.z, all.z), all.w = fmaf(weight, x.w, all.w);
+  template <class Part>
+  __device__ __forceinline__ Weighed(int count, Part part) {
+    float2 x[kMost];
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) x[i] = i < count ? part(i) : float2{-FLT_MAX, 0.f};
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) total.maximum = fmaxf(total.maximum, x[i].x);
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      weight[i] = exp2_approximate(x[i].x - total.maximum);
+      total.sum = fmaf(weight[i], x[i].y, total.sum);
+    }
   }
-  return all;
-}
+
+  template <class Output>
+  __device__ __forceinline__ float4 outputs(int count, Output output) const {
+    float4 all = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      const float4 x = i < count ? output(i) : float4{0.f, 0.f, 0.f, 0.f};
+      all.x = fmaf(weight[i], x.x, all.x), all.y = fmaf(weight[i], x.y, all.y);
+      all.z = fmaf(weight[i], x.z, all.z), all.w = fmaf(weight[i], x.w, all.w);
+    }
+    return all;
+  }
+};
 
 // A row of the output: where its first feature is, and what its sums are to be multiplied by.
 // `token`: the first of a ragged batch's sequence.
@@ -172,17 +178,7 @@ __device__ __forceinline__ void finish(const Problem& p, const Decode& d, const 
   const float* const outputs = reinterpret_cast<const float*>(shared.rings);
   const bool alone = blocks == 1;
   __syncthreads();
-  if (!alone) {
-    cluster_wait();  // all barriers are made
-    for (int i = threadIdx.x; i < rows.count * blocks; i += blockDim.x) {
-      const int owner = i / rows.count, row = i - owner * rows.count;
-      const Sums sums =
-          total_of(d.warps, [&](int warp) { return shared.sums[warp * C::kRows + row]; });
-      const float2* const to = shared.received_sums + work.rank * C::kRows + row;
-      store_remote(remote_address(sm80::shared_address(to), owner), float2{sums.maximum, sums.sum},
-                   remote_address(shared.barrier, owner));
-    }
-  }
+  if (!alone) cluster_wait();  // all barriers are made
   // First the warps' parts of all pieces, then the blocks' of this block's own ones: the same sums.
   int first = 0, count = pieces, parts = d.warps;
   bool last = alone;
@@ -200,12 +196,19 @@ __device__ __forceinline__ void finish(const Problem& p, const Decode& d, const 
         from = reinterpret_cast<const float4*>(outputs + row * C::kOutputRow + feature);
         step = C::kRingBytes / 16;
       }
-      const Sums sums = total_of(parts, part);
-      const float4 output =
-          outputs_of(parts, sums.maximum, part, [&](int j) { return from[j * step]; });
+      const Weighed<C::kMaxWarps> all(parts, part);
+      const float4 output = all.outputs(parts, [&](int j) { return from[j * step]; });
       if (last) {
-        store_piece<T, C>(p, d, work, rows, token, row, feature, sums, output);
+        store_piece<T, C>(p, d, work, rows, token, row, feature, all.total, output);
       } else {
+        // A row's first pieces' threads tell all blocks its sums as well.
+        const int other = feature / 4;
+        if (other < blocks) {
+          const float2* const to = shared.received_sums + work.rank * C::kRows + row;
+          store_remote(remote_address(sm80::shared_address(to), other),
+                       float2{all.total.maximum, all.total.sum},
+                       remote_address(shared.barrier, other));
+        }
         const int owner = piece / share;
         const float4* const to = shared.received + work.rank * share + piece - owner * share;
         store_remote(remote_address(sm80::shared_address(to), owner), output,

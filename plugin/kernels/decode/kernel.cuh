@@ -7,73 +7,99 @@
 
 namespace flashonnx::decode {
 
+// What a warp has to know. What does not depend on lengths comes first, while they are on their
+// way.
 template <class T, class C>
 struct Block {
   const Problem& p;
   const Decode& d;
   const Lane lane;
   const Work work;
+  const int32_t given;  // of the two GivenKeys one by even lanes, one by odd ones
+  Loader<T, C> loader;
+  const int step;  // all warps of all parts take turns in the unit's tiles: so where a warp begins
+  int tile;        // does not depend on lengths, but for windows
+  typename Loader<T, C>::FirstPages pages;
   const int queries;
   const Rows rows;
-  const Keys keys;
-  int first_tile, last_tile;  // of this block: [first, last)
+  Keys keys;
+  int last_tile;
 
   __device__ __forceinline__ Block(const Problem& p, const Decode& d)
       : p(p),
         d(d),
         work(work_of(d, sm80::block_index())),
+        given(given_keys(p, d, work.batch, lane.lane % 2)),
+        loader(p, d, work.batch, work.kv_head),
+        step(d.parts.divisor * d.warps),
+        tile(work.partition * d.cluster.divisor + work.rank + lane.warp * d.parts.divisor),
+        pages(loader.first_pages(tile, step)),
         queries(queries_of(p, d, work.batch)),
         rows{work.row_tile * C::kRows,
              min(rows_from(p, d, queries, work.row_tile * C::kRows), C::kRows), work.batch,
-             work.kv_head},
-        keys(p, d, rows, queries, keys_of(p, d, work.batch)) {
-    // Shares differ by a tile at most.
-    const int part = work.partition * d.cluster.divisor + work.rank;
-    const int share = d.parts.quotient(keys.tiles), longer = keys.tiles - share * d.parts.divisor;
-    first_tile = keys.first_tile + part * share + min(part, longer);
-    last_tile = first_tile + share + (part < longer ? 1 : 0);
+             work.kv_head} {}
+
+  __device__ __forceinline__ void find_keys() {
+    const GivenKeys told = {__shfl_sync(0xffffffffu, given, 0), __shfl_sync(0xffffffffu, given, 1)};
+    keys = Keys(p, d, rows, queries, keys_of(p, d, told));
+    loader.stay_within(keys.begin, keys.end);
+    last_tile = keys.first_tile + keys.tiles;
+    if (keys.first_tile == 0) return;
+    tile += keys.first_tile;
+    pages = loader.first_pages(tile, step);
   }
 };
 
-template <class T, class C, bool kCareful>
+// Whether Q comes with the first copies: before all others, as its request would wait behind them.
+// Not what the kernel before writes, nor rows that are no whole vectors.
+__device__ __forceinline__ bool queries_come_first(const Decode& d) {
+  return d.q_vectors && !d.late_queries;
+}
+
+// `begun`: is done when the first copies are on their way.
+template <class T, class C, bool kCareful, class Begun>
 __device__ __forceinline__ void walk(const Block<T, C>& block, const Shared<C>& shared,
-                                     RowState<C>& state) {
+                                     RowState<C>& state, Begun begun) {
   const Problem& p = block.p;
   const Decode& d = block.d;
   const Lane& lane = block.lane;
-  const Loader<T, C> loader(p, d, block.work.batch, block.work.kv_head, block.keys.begin,
-                            block.keys.end);
+  const Loader<T, C>& loader = block.loader;
   const uint32_t ring = sm80::shared_address(shared.rings) + lane.warp * C::kRingBytes;
-  const int step = d.warps;
-  int tile = block.first_tile + lane.warp, ahead = tile;
-  // Keys of the first tiles that were there before those which the kernel before appends.
-  const int first_end = min(tile + (C::kStages - 1) * step + 1, block.last_tile);
-  const bool early = d.early && first_end * C::kKeys <= block.keys.end - d.added;
-  if (!kCareful && !early) wait_for_predecessor();
-  const auto first_pages = loader.template first_pages<2 * C::kStages>(ahead, step);
+  const int step = block.step;
+  int tile = block.tile, ahead = tile;
+  // Only tiles from here on hold keys which the kernel before appends: for others nobody waits, as
+  // that one is slow while so much is being read.
+  const int new_tile = (block.keys.end - d.added) / C::kKeys;
   bool missing = false;  // a page, in this tile or one before
 #pragma unroll 1
   for (int stage = 0; stage < C::kStages; ++stage) {
-    const int32_t page_of_stage = loader.page_of_stage(first_pages, stage);
+    const int32_t page_of_stage = loader.page_of_stage(block.pages, stage);
     if (ahead < block.last_tile) {
       const auto place = loader.place_of(ahead, page_of_stage);
       missing |= place.missing;
+      if (!kCareful && ahead >= new_tile) wait_for_predecessor();
       loader.copy(p, place, ring + stage * C::kStageBytes);
     }
     commit_copies();
     ahead += step;
   }
-  if (!kCareful && early) wait_for_predecessor();
-  loader.keep_pages(first_pages, ring + C::kPagesAt);
+  begun();
+  loader.keep_pages(block.pages, ring + C::kPagesAt);
   Queries<C> q;
   if (!kCareful) {
-    copy_queries<T, C>(p, d, block.rows, threadIdx.x, blockDim.x, shared.queries);
+    if (queries_come_first(d)) {
+      wait_copies<C::kStages>();
+    } else {
+      wait_for_predecessor();
+      copy_queries<T, C>(p, d, block.rows, threadIdx.x, blockDim.x, shared.queries);
+    }
     __syncthreads();
   }
   load_queries<C>(lane, shared.queries, q);
   clear<C>(state);
   const TileLane<C> at(lane.lane);
   uint32_t stage = ring, kept = ring + C::kPagesAt;
+  bool waited = kCareful;
 #pragma unroll 1
   for (; tile < block.last_tile; tile += step) {
     wait_copies<C::kStages - 1>();
@@ -84,6 +110,7 @@ __device__ __forceinline__ void walk(const Block<T, C>& block, const Shared<C>& 
                                 state, [&] { place = loader.place_of(ahead, page); });
     __syncwarp();
     if (ahead < block.last_tile) {
+      if (!waited) wait_for_predecessor(), waited = true;
       missing |= place.missing;
       loader.copy(p, place, stage);
     }
@@ -101,10 +128,11 @@ __device__ __forceinline__ void walk(const Block<T, C>& block, const Shared<C>& 
 template <class T, class C>
 __device__ __noinline__ void attend_carefully(const Problem& p, const Decode& d,
                                               unsigned char* memory) {
-  const Block<T, C> block(p, d);
+  Block<T, C> block(p, d);
+  block.find_keys();
   const Shared<C> shared(memory, d.warps);
   RowState<C> state;
-  walk<T, C, true>(block, shared, state);
+  walk<T, C, true>(block, shared, state, [] {});
   publish<C>(block.lane, state, reinterpret_cast<float*>(shared.rings), shared.sums);
 }
 
@@ -112,19 +140,31 @@ template <class T, class C>
 __global__ void __launch_bounds__(32 * C::kMaxWarps, 1)
     attend(const __grid_constant__ Problem p, const __grid_constant__ Decode d) {
   unsigned char* const memory = sm80::shared_memory();
-  // What does not read memory is done before: see Grid::overlap.
-  prefetch_pages(p, d, work_of(d, sm80::block_index()).batch);
-  if (!d.early && (p.key_lengths || d.first_queries || d.first_keys)) wait_for_predecessor();
-  const Block<T, C> block(p, d);
+  // What does not read memory is done before the wait: see Grid::overlap.
+  const bool told = p.key_lengths || d.first_queries || d.first_keys || d.block_table;
+  if (!d.early && told) wait_for_predecessor();
+  Block<T, C> block(p, d);
   if (block.rows.count <= 0) return;  // the whole cluster, which has waited
   const Shared<C> shared(memory, d.warps);
-  if (d.cluster.divisor > 1) {
-    if (threadIdx.x == 0) expect_from_cluster<C>(d, block.work, block.rows, shared);
-    cluster_arrive();
+  const auto ask = [&] {
+    if (!queries_come_first(d)) return;
+    ask_for_queries<T, C>(p, d, block.rows, threadIdx.x, blockDim.x, shared.queries);
+    commit_copies();
+  };
+  if (told) ask();
+  block.find_keys();
+  if (!told) {
+    wait_for_predecessor();
+    ask();
   }
   {
     RowState<C> state;
-    walk<T, C, false>(block, shared, state);
+    walk<T, C, false>(block, shared, state, [&] {
+      if (d.cluster.divisor == 1) return;
+      if (threadIdx.x == 0) expect_from_cluster<C>(d, block.work, block.rows, shared);
+      cluster_arrive();
+    });
+    wait_for_predecessor();   // as others wait for this kernel alone
     let_dependents_launch();  // not before: until now there is no room for them
     if (may_be_masked(p, block.keys) && __any_sync(0xffffffffu, holds_nonfinite<C>(state))) {
       attend_carefully<T, C>(p, d, memory);

@@ -260,6 +260,7 @@ flashonnx_status launch_grid(const Params& params, const Params* given, void* wo
     problem.key_lengths_stride = given->cache_lengths.stride[0];
     problem.lengths_64 = given->cache_lengths.dtype == FLASHONNX_INT64;
     d.early = 1;
+    d.late_queries = given->rotary_dim > 0;
     d.added = present(given->k) ? static_cast<int32_t>(given->q_length) : 0;
   }
   d.page_size = Divider(2 * kMostPositions), d.pages = 1;
@@ -276,6 +277,7 @@ flashonnx_status launch_grid(const Params& params, const Params* given, void* wo
     d.k_page_units = static_cast<uint32_t>(params.k.stride[0] / unit);
     d.v_page_units = static_cast<uint32_t>(params.v.stride[0] / unit);
     d.page_size = Divider(static_cast<uint32_t>(params.page_size));
+    d.page_of_tiles = params.page_size % kTileKeys == 0;
   }
   // Bounds that bound nothing, or all, may be cut as long as they stay so after any shift.
   constexpr int64_t kFar = 2 * kMostPositions;

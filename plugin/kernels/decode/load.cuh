@@ -33,50 +33,55 @@ __device__ __forceinline__ void commit_copies() {
 
 // A number that a kernel before the last one may have written. Before the wait for that one it
 // comes past the first-level cache, which may hold what stood there earlier.
-template <class Integer>
-__device__ __forceinline__ Integer read(const Integer* from, bool early) {
+__device__ __forceinline__ int32_t read(const int32_t* from, bool early) {
   return early ? __ldcg(from) : *from;
 }
 
-// Keys of a sequence.
-__device__ __forceinline__ int32_t keys_of(const Problem& p, const Decode& d, int32_t batch) {
-  int64_t keys = p.key_length;
-  if (d.first_keys) {
-    keys = d.first_keys[batch + 1] - d.first_keys[batch];
-  } else if (p.key_lengths) {
-    const int64_t at = batch * p.key_lengths_stride;
-    keys = p.lengths_64 ? read(static_cast<const long long*>(p.key_lengths) + at, d.early)
-                        : read(static_cast<const int32_t*>(p.key_lengths) + at, d.early);
-    keys = clamp(keys, 0, p.key_length) + d.added;
-  }
-  return static_cast<int32_t>(min(keys, int64_t{p.key_length}));
+// What tells the keys of a sequence, as it stands in memory: of ragged ones the first token of the
+// next, and their own; else the lower half of a length and the upper one, if it has two.
+struct GivenKeys {
+  int32_t low, high;
+};
+
+// One of the two.
+__device__ __forceinline__ int32_t given_keys(const Problem& p, const Decode& d, int32_t batch,
+                                              int which) {
+  if (d.first_keys) return read(d.first_keys + batch + 1 - which, d.early);
+  if (!p.key_lengths) return 0;
+  const int64_t at = (batch * p.key_lengths_stride << p.lengths_64) + (which & p.lengths_64);
+  return read(static_cast<const int32_t*>(p.key_lengths) + at, d.early);
 }
 
-// Asks for a batch entry's row of the block table, a line by each thread, while it is not known yet
-// how many keys there are: a look-up from memory takes as long as the first keys do.
-__device__ __forceinline__ void prefetch_pages(const Problem& p, const Decode& d, int32_t batch) {
-  constexpr uint32_t kLine = 128 / sizeof(int32_t);
-  const uint32_t index = threadIdx.x * kLine;
-  if (!d.block_table || index > d.page_size.quotient(p.key_length - 1)) return;
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(d.block_table + batch * d.table_batch +
-                                                index * d.table_page));
+// Keys of a sequence.
+__device__ __forceinline__ int32_t keys_of(const Problem& p, const Decode& d,
+                                           const GivenKeys& given) {
+  if (d.first_keys) return min(given.low - given.high, p.key_length);
+  if (!p.key_lengths) return p.key_length;
+  const int32_t high = p.lengths_64 ? given.high : given.low >> 31;
+  const auto low = static_cast<uint32_t>(given.low), most = static_cast<uint32_t>(p.key_length);
+  const uint32_t keys = high < 0 ? 0 : high > 0 ? most : min(low, most);
+  return static_cast<int32_t>(min(keys + d.added, most));
 }
 
 // Copies tiles of the keys of one batch entry and key head. Where a key stands is worked out by two
 // lanes, l % 16 == key % 16: those before 16 for K, the others for V; so pages cost a look-up and a
-// few instructions a tile, whatever their size. Then a lane copies chunks lane % 8 + 8 c of rows
-// lane / 8 + 4 i.
+// few instructions a tile, whatever their size. Then a lane copies chunks lane % kRowLanes +
+// kRowLanes c of rows lane / kRowLanes + kRowsAtOnce i: up to 256 bytes of a row at once, as each
+// row of a copy may be on another page of the memory's translation.
 template <class T, class C>
 class Loader {
  public:
-  static constexpr int kLaneRows = C::kKeys / 4;
-  static constexpr int kLaneChunks = C::kDim / 64;
+  static constexpr int kRowLanes = C::kDim == 64 ? 8 : 16;
+  static constexpr int kStepBytes = kRowLanes * 16;
+  static constexpr int kRowsAtOnce = 32 / kRowLanes;
+  static constexpr int kLaneRows = C::kKeys / kRowsAtOnce;
+  static constexpr int kLaneChunks = C::kDim / 8 / kRowLanes;
   static constexpr uint32_t kNowhere = 0xffffffff;
 
-  // Keys outside [begin, end) are not read and become zeros.
   __device__ __forceinline__ Loader(const Problem& p, const Decode& d, int batch, int kv_head,
-                                    int begin, int end)
+                                    int begin = 0, int end = 0)
       : d_(d),
+        capacity_(p.key_length),
         row_units_(lane() < C::kKeys ? d.k_row_units : d.v_row_units),
         page_units_(lane() < C::kKeys ? d.k_page_units : d.v_page_units) {
     move_to(p, batch, kv_head, begin, end);
@@ -84,43 +89,52 @@ class Loader {
 
   __device__ __forceinline__ void move_to(const Problem& p, int of_batch, int kv_head, int begin,
                                           int end) {
-    begin_ = begin, count_ = max(end - begin, 0);
+    stay_within(begin, end);
     const int64_t token = d_.first_keys ? d_.first_keys[of_batch] : 0;
     const int64_t batch = d_.block_table || d_.first_keys ? 0 : of_batch;
     k_ = static_cast<const char*>(p.k.data) +
-         2 * (batch * p.k.batch + kv_head * p.k.head + token * p.k.row) + lane() % 8 * 16;
+         2 * (batch * p.k.batch + kv_head * p.k.head + token * p.k.row) + lane() % kRowLanes * 16;
     v_ = static_cast<const char*>(p.v.data) +
-         2 * (batch * p.v.batch + kv_head * p.v.head + token * p.v.row) + lane() % 8 * 16;
+         2 * (batch * p.v.batch + kv_head * p.v.head + token * p.v.row) + lane() % kRowLanes * 16;
     table_ = d_.block_table + of_batch * d_.table_batch;
     asm("" : "+l"(k_), "+l"(v_));  // or the tensors' addresses are added again and again
   }
 
-  // The page of the lane's key of a tile: asked for a tile earlier than the tile itself.
-  __device__ __forceinline__ int32_t page_of_tile(int tile, bool early = false) const {
-    const int key = tile * C::kKeys + lane() % C::kKeys;
-    return d_.block_table && inside(key) ? page_of(key, early) : 0;
+  // Keys outside [begin, end) are not read and become zeros.
+  __device__ __forceinline__ void stay_within(int begin, int end) {
+    begin_ = begin, count_ = max(end - begin, 0);
   }
 
-  // Those of the first tiles, `step` apart, at once: one after the other they would take as many
-  // latencies.
-  template <int kTiles>
+  // The page of the lane's key of a tile: asked for a tile earlier than the tile itself.
+  __device__ __forceinline__ int32_t page_of_tile(int tile) const {
+    const int key = tile * C::kKeys + lane() % C::kKeys;
+    return d_.block_table && inside(key) ? page_of(key) : 0;
+  }
+
+  // Those of the tiles of two turns of the ring, `step` apart, at once: one after the other they
+  // would take as many latencies. They may be asked for before a wait, as in `read`.
   struct FirstPages {
-    static constexpr int kPairs = (kTiles + 1) / 2;
-    int32_t at[kPairs];  // of two tiles: of the second for lanes from 16 on
+    int32_t at[C::kStages];  // of two tiles, of the second for lanes from 16 on; or a tile a lane
   };
 
-  template <int kTiles>
-  __device__ __forceinline__ FirstPages<kTiles> first_pages(int tile, int step) const {
-    FirstPages<kTiles> first;
+  __device__ __forceinline__ FirstPages first_pages(int tile, int step) const {
+    FirstPages first = {};
+    if (!d_.block_table) return first;
+    if (d_.page_of_tiles) {
+      const int mine = min(lane(), 2 * C::kStages - 1);
+      first.at[0] = __ldcg(entry_of((tile + mine * step) * C::kKeys));
+      return first;
+    }
 #pragma unroll
-    for (int j = 0; j < first.kPairs; ++j)
-      first.at[j] = page_of_tile(tile + (2 * j + lane() / C::kKeys) * step, d_.early);
+    for (int j = 0; j < C::kStages; ++j) {
+      const int key = (tile + (2 * j + lane() / C::kKeys) * step) * C::kKeys + lane() % C::kKeys;
+      first.at[j] = __ldcg(entry_of(key));
+    }
     return first;
   }
 
-  template <int kTiles>
-  __device__ __forceinline__ int32_t page_of_stage(const FirstPages<kTiles>& first,
-                                                   int stage) const {
+  __device__ __forceinline__ int32_t page_of_stage(const FirstPages& first, int stage) const {
+    if (d_.page_of_tiles) return __shfl_sync(0xffffffffu, first.at[0], stage);
     int32_t mine = first.at[0];
 #pragma unroll
     for (int j = 1; j < (C::kStages + 1) / 2; ++j) {
@@ -134,15 +148,18 @@ class Loader {
   // Pages of tiles that come a turn of the ring later stand in `pages`, kPageBytes for each stage:
   // those after the first kStages are put there, later ones come with the copies of the tile before
   // them, so that no look-up is waited for.
-  __device__ __forceinline__ void keep_pages(const FirstPages<2 * C::kStages>& first,
-                                             uint32_t pages) const {
+  __device__ __forceinline__ void keep_pages(const FirstPages& first, uint32_t pages) const {
     if (!d_.block_table) return;
+    if (d_.page_of_tiles) {
+      const int stage = lane() - C::kStages;
+      if (stage >= 0 && stage < C::kStages) store_page(pages + stage * C::kPageBytes, first.at[0]);
+    } else {
 #pragma unroll
-    for (int j = C::kStages / 2; j < first.kPairs; ++j) {
-      const int stage = 2 * j + lane() / C::kKeys - C::kStages;
-      const uint32_t to = pages + stage * C::kPageBytes + lane() % C::kKeys * 4;
-      if (stage >= 0)
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(first.at[j]) : "memory");
+      for (int j = C::kStages / 2; j < C::kStages; ++j) {
+        const int stage = 2 * j + lane() / C::kKeys - C::kStages;
+        if (stage >= 0)
+          store_page(pages + stage * C::kPageBytes + lane() % C::kKeys * 4, first.at[j]);
+      }
     }
     __syncwarp();
   }
@@ -150,20 +167,14 @@ class Loader {
   __device__ __forceinline__ int32_t kept_page(uint32_t page) const {
     int32_t kept = 0;
     if (d_.block_table)
-      asm volatile("ld.shared.b32 %0, [%1];"
-                   : "=r"(kept)
-                   : "r"(page + lane() % C::kKeys * 4)
-                   : "memory");
+      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(kept) : "r"(page + look_up() * 4) : "memory");
     return kept;
   }
 
   __device__ __forceinline__ void ask_for_page(int tile, uint32_t page) const {
-    if (!d_.block_table || lane() >= C::kKeys) return;
-    const int key = tile * C::kKeys + lane();
-    const bool there = inside(key);
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(page + lane() * 4),
-                 "l"(table_ + (there ? d_.page_size.quotient(key) * d_.table_page : 0)),
-                 "r"(there ? 4 : 0)
+    if (!d_.block_table || look_up() != lane()) return;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(page + lane() * 4),
+                 "l"(entry_of(tile * C::kKeys + lane()))
                  : "memory");
   }
 
@@ -179,21 +190,23 @@ class Loader {
   };
   __device__ __forceinline__ Place place_of(int tile, int32_t page) const {
     const int key = tile * C::kKeys + lane() % C::kKeys;
-    const bool missing = static_cast<uint32_t>(page) >= d_.pages;
+    const bool here = inside(key), missing = here && static_cast<uint32_t>(page) >= d_.pages;
     const uint32_t units = d_.page_size.rest(key) * row_units_ + page * page_units_;
-    return {inside(key) && !missing ? units : kNowhere, missing};
+    return {here && !missing ? units : kNowhere, missing};
   }
 
   // Starts the copies of a tile to `shared`: K, then V.
   __device__ __forceinline__ void copy(const Problem& p, const Place& place,
                                        uint32_t shared) const {
-    const int row = lane() / 8;
-    const uint32_t to = shared + tile_offset<C>(row, lane() % 8);
+    const int row = lane() / kRowLanes;
+    const uint32_t to = shared + tile_offset<C>(row, lane() % kRowLanes);
     const auto place_of_row = [&](int i, bool value) {
-      return __shfl_sync(0xffffffffu, place.units, (value ? C::kKeys : 0) + 4 * i + row);
+      return __shfl_sync(0xffffffffu, place.units, (value ? C::kKeys : 0) + kRowsAtOnce * i + row);
     };
-    // Four rows further only a bit of the swizzle changes, which no first row has set.
-    const auto row_at = [&](int i) { return (to ^ i % 2 * 64) + 4 * i * C::kDim * 2; };
+    // Further rows only change bits of the swizzle that no first row has set.
+    const auto row_at = [&](int i) {
+      return (to ^ kRowsAtOnce * i % 8 * 16) + kRowsAtOnce * i * C::kDim * 2;
+    };
     if (!d_.vectors) {
 #pragma unroll 1
       for (int i = 0; i < kLaneRows; ++i) {
@@ -211,13 +224,13 @@ class Loader {
     for (int i = 0; i < kLaneRows; ++i) {
 #pragma unroll
       for (int c = 0; c < kLaneChunks; ++c) {
-        const int feature = (c * 8 + lane() % 8) * 8;
+        const int feature = (c * kRowLanes + lane() % kRowLanes) * 8;
         const bool read_k = k[i] != kNowhere && feature < p.head_dim;
         const bool read_v = v[i] != kNowhere && feature < p.value_dim;
-        sm80::copy_async(row_at(i) + c * 128, k_ + uint64_t{k[i]} * kUnitBytes + c * 128,
-                         read_k ? 16 : 0);
-        sm80::copy_async(row_at(i) + c * 128 + C::kTileBytes,
-                         v_ + uint64_t{v[i]} * kUnitBytes + c * 128, read_v ? 16 : 0);
+        sm80::copy_async(row_at(i) + c * kStepBytes,
+                         k_ + uint64_t{k[i]} * kUnitBytes + c * kStepBytes, read_k ? 16 : 0);
+        sm80::copy_async(row_at(i) + c * kStepBytes + C::kTileBytes,
+                         v_ + uint64_t{v[i]} * kUnitBytes + c * kStepBytes, read_v ? 16 : 0);
       }
     }
   }
@@ -229,24 +242,37 @@ class Loader {
     return static_cast<uint32_t>(key - begin_) < count_;
   }
 
-  __device__ __forceinline__ int32_t page_of(int key, bool early = false) const {
-    return read(table_ + d_.page_size.quotient(key) * d_.table_page, early);
+  // Which of its tile's look-ups the lane's key needs.
+  __device__ __forceinline__ int look_up() const {
+    return d_.page_of_tiles ? 0 : lane() % C::kKeys;
   }
+
+  static __device__ __forceinline__ void store_page(uint32_t to, int32_t page) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(page) : "memory");
+  }
+
+  // A key's entry of the table, which has some for all that there may be.
+  __device__ __forceinline__ const int32_t* entry_of(int key) const {
+    return table_ + d_.page_size.quotient(min(key, capacity_ - 1)) * d_.table_page;
+  }
+
+  __device__ __forceinline__ int32_t page_of(int key) const { return *entry_of(key); }
 
   // The lane's chunks of a row that is not one of whole, aligned chunks. A call, so that the loops
   // that never make it stay short.
   static __device__ __noinline__ void copy_slowly(uint32_t to, const char* from, int dim) {
-    const int first = lane() % 8;
+    const int first = lane() % kRowLanes;
 #pragma unroll 1
     for (int c = 0; c < kLaneChunks; ++c) {
-      const int chunk = c * 8 + first, valid = max(min(dim - chunk * 8, 8), 0);
+      const int chunk = c * kRowLanes + first, valid = max(min(dim - chunk * 8, 8), 0);
       const T* const row = reinterpret_cast<const T*>(from - first * 16);
-      sm80::store_shared(to + c * 128,
+      sm80::store_shared(to + c * kStepBytes,
                          sm80::load_elements(valid > 0 ? row + chunk * 8 : row, valid));
     }
   }
 
   const Decode& d_;
+  const int capacity_;
   int begin_;
   uint32_t count_;
   const uint32_t row_units_, page_units_;

@@ -19,6 +19,7 @@ struct Decode {
   int64_t table_batch, table_page;  // its strides
   uint32_t pages;     // that there are (1 without a table); slots of a page that is not are masked
   Divider page_size;  // more than all keys without a table
+  int32_t page_of_tiles;  // no tile of keys has more than one page
   // Strides of keys and pages, in units: so places have 32 bits. Of 16 bytes, or of elements.
   uint32_t k_row_units, v_row_units, k_page_units, v_page_units;
   uint32_t unit_bytes;
@@ -27,6 +28,7 @@ struct Decode {
   // `early`, that one began when all before it was done, and only its keys and rotated queries have
   // to be waited for: the rest may be read while it still runs.
   int32_t early, added;
+  int32_t late_queries;  // that kernel writes Q
 
   // Query i sees keys from i + first_key on and before i + last_key, both shifted by the batch
   // entry's keys minus its queries if offset_from_lengths says so.

@@ -19,7 +19,9 @@ class Lengths {
   __device__ __forceinline__ Lengths(const Problem& p, const Decode& d, int rows) : rows_(rows) {
     const int batch = threadIdx.x % 32;
     queries_ = batch < d.batches ? queries_of(p, d, batch) : 0;
-    keys_ = batch < d.batches ? keys_of(p, d, batch) : 0;
+    keys_ = 0;
+    if (batch < d.batches)
+      keys_ = keys_of(p, d, {given_keys(p, d, batch, 0), given_keys(p, d, batch, 1)});
     tiles_ = batch < d.batches ? unit(p, d, batch, 0, queries_, keys_).keys.tiles : 0;
   }
 

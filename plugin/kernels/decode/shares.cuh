@@ -31,25 +31,6 @@ __device__ __forceinline__ void store_part(const Decode& d, const Lane& lane, co
   }
 }
 
-// A warp's Q, on its way with the next group of copies where it may be.
-template <class T, class C>
-__device__ __forceinline__ void ask_for_queries(const Problem& p, const Decode& d, const Rows& rows,
-                                                int lane, uint32_t shared) {
-  if (!d.q_vectors) return copy_queries<T, C>(p, d, rows, lane, 32, shared);
-  constexpr int kChunks = C::kDim / 8;
-  const int64_t batch = d.first_queries ? 0 : rows.batch;
-  const int64_t token = d.first_queries ? d.first_queries[rows.batch] : 0;
-#pragma unroll 1
-  for (int i = lane; i < C::kRows * kChunks; i += 32) {
-    const int row = i / kChunks, chunk = i % kChunks;
-    const bool there = row < rows.count && chunk * 8 < p.head_dim;
-    const T* const from = static_cast<const T*>(p.q.data) + batch * p.q.batch +
-                          rows.head(d, row) * p.q.head + (token + rows.query(d, row)) * p.q.row +
-                          chunk * 8;
-    sm80::copy_async(shared + tile_offset<C>(row, chunk), there ? from : p.q.data, there ? 16 : 0);
-  }
-}
-
 // As attend_carefully: tiles [tile, last) of a unit once more. The ring is left empty.
 template <class T, class C>
 __device__ __noinline__ void attend_part_carefully(const Problem& p, const Decode& d, int batch,
@@ -104,7 +85,7 @@ struct Stream {
         tile(tile),
         left(left),
         loader(p, d, unit.rows.batch, unit.rows.kv_head, unit.keys.begin, unit.keys.end) {
-    const auto pages = loader.template first_pages<C::kStages>(tile, 1);
+    const auto pages = loader.first_pages(tile, 1);
     const int of_unit = unit.last_tile() - tile;
 #pragma unroll 1
     for (int stage = 0; stage < C::kStages; ++stage) {
@@ -157,11 +138,11 @@ __global__ void __launch_bounds__(32 * C::kMaxWarps, 1)
   if (!early) wait_for_predecessor();
 #pragma unroll 1
   while (left > 0) {
-    if (!early) ask_for_queries<T, C>(p, d, unit.rows, lane.lane, queries);
+    if (!early) ask_for_queries<T, C>(p, d, unit.rows, lane.lane, 32, queries);
     Stream<T, C> ahead(p, d, lengths, unit, tile, left, ring);
     if (early) {
       wait_for_predecessor();
-      ask_for_queries<T, C>(p, d, unit.rows, lane.lane, queries);
+      ask_for_queries<T, C>(p, d, unit.rows, lane.lane, 32, queries);
       commit_copies();
       wait_copies<0>();
     }
@@ -182,7 +163,7 @@ __global__ void __launch_bounds__(32 * C::kMaxWarps, 1)
       Unit next = unit;
       if (left > 0) {
         next = lengths.after(p, d, unit);
-        ask_for_queries<T, C>(p, d, next.rows, lane.lane, queries);
+        ask_for_queries<T, C>(p, d, next.rows, lane.lane, 32, queries);
       }
       clear<C>(state);
 #pragma unroll 1

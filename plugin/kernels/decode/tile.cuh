@@ -13,6 +13,7 @@ struct Keys {
   int clear_begin, clear_end;  // that all of them see
   int first_tile, tiles;
 
+  Keys() = default;
   __device__ __forceinline__ Keys(const Problem& p, const Decode& d, const Rows& rows, int queries,
                                   int keys)
       : range(range_of(p, d, queries, keys)) {
@@ -48,6 +49,25 @@ __device__ __forceinline__ void copy_queries(const Problem& p, const Decode& d, 
       x = d.q_vectors ? *reinterpret_cast<const uint4*>(from) : sm80::load_elements(from, valid);
     }
     sm80::store_shared(shared + tile_offset<C>(row, chunk), x);
+  }
+}
+
+// The same on its way with the next group of copies, where it may be.
+template <class T, class C>
+__device__ __forceinline__ void ask_for_queries(const Problem& p, const Decode& d, const Rows& rows,
+                                                int thread, int threads, uint32_t shared) {
+  if (!d.q_vectors) return copy_queries<T, C>(p, d, rows, thread, threads, shared);
+  constexpr int kChunks = C::kDim / 8;
+  const int64_t batch = d.first_queries ? 0 : rows.batch;
+  const int64_t token = d.first_queries ? d.first_queries[rows.batch] : 0;
+#pragma unroll 1
+  for (int i = thread; i < C::kRows * kChunks; i += threads) {
+    const int row = i / kChunks, chunk = i % kChunks;
+    const bool there = row < rows.count && chunk * 8 < p.head_dim;
+    const T* const from = static_cast<const T*>(p.q.data) + batch * p.q.batch +
+                          rows.head(d, row) * p.q.head + (token + rows.query(d, row)) * p.q.row +
+                          chunk * 8;
+    sm80::copy_async(shared + tile_offset<C>(row, chunk), there ? from : p.q.data, there ? 16 : 0);
   }
 }
 

@@ -51,6 +51,12 @@ __device__ __forceinline__ Descriptor described_by_rows(uint32_t shared, uint32_
 __device__ __forceinline__ Descriptor described_by_halves(uint32_t shared, uint32_t groups) {
   return {(shared & 0x3ffff) >> 4, groups / 16};
 }
+// Of 8 columns, where they are not beside V's: the same 8 rows of ones over and over.
+template <class C>
+__device__ __forceinline__ Descriptor described_ones(uint32_t base) {
+  if (!C::kOnesApart) return {};
+  return described_by_halves(base + C::kOnesAt, 0).uniform();
+}
 // Keys are what is summed over, 16 in one product; features are the columns of B: boxes follow one
 // another, or after the only one comes a column of ones, which is the same for all keys.
 template <class C>
@@ -81,6 +87,7 @@ template <class T, int kColumns, gmma::Major M>
 __device__ __forceinline__ constexpr auto register_product() {
   constexpr auto K = gmma::Major::K;
   if constexpr (std::is_same_v<T, __half>) {
+    if constexpr (kColumns == 8) return gmma::MMA_64x8x16_F32F16F16_RS<K, M>{};
     if constexpr (kColumns == 64) return gmma::MMA_64x64x16_F32F16F16_RS<K, M>{};
     if constexpr (kColumns == 72) return gmma::MMA_64x72x16_F32F16F16_RS<K, M>{};
     if constexpr (kColumns == 96) return gmma::MMA_64x96x16_F32F16F16_RS<K, M>{};
@@ -88,6 +95,7 @@ __device__ __forceinline__ constexpr auto register_product() {
     if constexpr (kColumns == 192) return gmma::MMA_64x192x16_F32F16F16_RS<K, M>{};
     if constexpr (kColumns == 256) return gmma::MMA_64x256x16_F32F16F16_RS<K, M>{};
   } else {
+    if constexpr (kColumns == 8) return gmma::MMA_64x8x16_F32BF16BF16_RS<K, M>{};
     if constexpr (kColumns == 64) return gmma::MMA_64x64x16_F32BF16BF16_RS<K, M>{};
     if constexpr (kColumns == 72) return gmma::MMA_64x72x16_F32BF16BF16_RS<K, M>{};
     if constexpr (kColumns == 96) return gmma::MMA_64x96x16_F32BF16BF16_RS<K, M>{};
@@ -159,15 +167,17 @@ __device__ __forceinline__ void multiply_keys(const Queries& q, const Descriptor
   fence_registers(scores);
 }
 
-// output += P V: one group, under way afterwards.
+// output += P V: one group, under way afterwards. `ones`: for sums apart, 8 columns.
 template <class T, class C>
 __device__ __forceinline__ void multiply_values(const uint32_t (&p)[C::kScores / 2],
                                                 const Descriptor& v, const Layout& layout,
+                                                const Descriptor& ones,
                                                 float (&output)[C::kOutputs]) {
+  constexpr int kColumns = C::kValueDim + (C::kOnes ? 8 : 0);
   const auto product = [&]<int... i>(const uint32_t* a, uint64_t b, gmma::ScaleOut out,
                                      std::integer_sequence<int, i...>) {
-    decltype(register_product<T, 2 * C::kOutputs, gmma::Major::MN>())::fma(a[0], a[1], a[2], a[3],
-                                                                           b, output[i]..., out);
+    decltype(register_product<T, kColumns, gmma::Major::MN>())::fma(a[0], a[1], a[2], a[3], b,
+                                                                    output[i]..., out);
   };
   fence_registers(output);
   begin_products();
@@ -175,7 +185,13 @@ __device__ __forceinline__ void multiply_values(const uint32_t (&p)[C::kScores /
   for (int key = 0; key < C::kKeys; key += 16) {
     const uint32_t offset = key / 8 * layout.rows;
     product(p + key / 4, C::kOnes ? v.plus_before_ones(offset * 16) : v.plus_chunks(offset),
-            gmma::ScaleOut::One, std::make_integer_sequence<int, C::kOutputs>());
+            gmma::ScaleOut::One, std::make_integer_sequence<int, kColumns / 2>());
+    if constexpr (C::kOnesApart) {
+      float* const sum = output + kColumns / 2;
+      decltype(register_product<T, 8, gmma::Major::K>())::fma(
+          p[key / 4], p[key / 4 + 1], p[key / 4 + 2], p[key / 4 + 3], ones.plus(0), sum[0], sum[1],
+          sum[2], sum[3], gmma::ScaleOut::One);
+    }
   }
   commit_products();
   fence_registers(output);
