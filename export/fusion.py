@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import onnx
 import onnx_ir as ir
@@ -16,7 +16,7 @@ from flashonnx.export.operator import portable as portable_bodies
 from flashonnx.export.operator import schema
 from flashonnx.export.operator.cache_schema import KV_CACHE
 from flashonnx.export.reports.report import Report, Site
-from flashonnx.export.rules import Fusion, RefusalError, Rewrite, packed_caches, projections
+from flashonnx.export.rules import Fusion, RefusalError, Rewrite, biases, packed_caches, projections
 from flashonnx.export.sites.finder import LOG_SOFTMAX, WRITTEN_OUT, Candidate, find
 from flashonnx.export.sites.matrices import mask_of, matrix_of
 from flashonnx.export.sites.softmaxes import NotSoftmaxError, restore
@@ -117,7 +117,7 @@ def _with_caches(model: ir.Model, kind: str, portable: bool, join_projections: b
 
     gone = rewriting.prepare(model, kind)
     left = [site for site in fuse_ir(model, portable=False, join_projections=False).sites if not site.fused]
-    projections.add_apart(model)
+    biases.add_apart(model)
     try:
         notes = rewriting.finish(model, kind)
     except CacheError as error:
@@ -159,11 +159,8 @@ def _fuse(model: ir.Model, options: _Options, places: Mapping[ir.Node, str]) -> 
         matrix, chain = matrix_of(fusion.facts, candidate), [(n.op_type, n.name or "") for n in candidate.chain()]
         site, node = _one(fusion, candidate)
         if node is not None:
-            before = packed_caches.uncut(fusion, node)
-            if options.join_projections:
-                before += [*projections.join(fusion, node), *projections.take_bias(fusion, node)]
-            if before:
-                remove_unused(before)
+            steps = [packed_caches.uncut, *([projections.join, biases.take] if options.join_projections else [])]
+            if sum(_improve(fusion, node, step) for step in steps):  # all of them
                 site = dataclasses.replace(site, became=describe(fusion, node))
         mask = mask_of(fusion.facts, node) if node is not None else None
         sites.append(dataclasses.replace(site, matrix=matrix, operators=tuple(chain), mask=mask))
@@ -172,6 +169,13 @@ def _fuse(model: ir.Model, options: _Options, places: Mapping[ir.Node, str]) -> 
     remove_unused(fusion.reducer.made[::-1])  # smaller masks of sites that were left in the end
     notes = _attach(fusion, fused, options.portable)
     return Report(tuple(sites), tuple(notes))
+
+
+def _improve(fusion: Fusion, node: ir.Node, step: Callable[[Fusion, ir.Node], list[ir.Node]]) -> bool:
+    """Takes more of what is before a fused node into it; whether there was anything."""
+    gone = step(fusion, node)
+    remove_unused(gone)
+    return bool(gone)
 
 
 def _one(fusion: Fusion, candidate: Candidate) -> tuple[Site, ir.Node | None]:

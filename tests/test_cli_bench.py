@@ -151,13 +151,15 @@ def test_the_operator(flashonnx_command: Command) -> None:
 def test_a_model(plain: Path, flashonnx_command: Command) -> None:
     """Fused on the way or given; what varies is each dimension but the batch."""
     done = flashonnx_command.json("bench", plain, "--lengths", "5,9", "--batch", "3", *QUICK)
-    assert done["title"] == "plain.onnx, by sequence"
+    assert done["title"] == "plain.onnx, by sequence at batch=3"
     assert {(r["contender"], r["length"], r["status"]) for r in done["results"]} == {
         (name, length, "measured") for name in ("fused", "original") for length in (5, 9)
     }
     flashonnx_command("fuse", plain, "-o", "fused.onnx")
     said = flashonnx_command("bench", plain, "fused.onnx", "--dim", "sequence=7", *QUICK)
-    assert "whose shapes are fixed" in said and "original" in said
+    assert "plain.onnx, at batch=1, sequence=7" in said and "original" in said
+    said = flashonnx_command("bench", plain, "--dim", "sequence=7", "--lengths", "8", *QUICK, code=2)
+    assert "varies beside batch=1, sequence=7, so there is one length alone" in said
     assert "no input" in flashonnx_command("bench", plain, "--dim", "length=7", *QUICK, code=2)
 
 
@@ -266,15 +268,17 @@ def test_a_mask_of_past_and_new_keys(flashonnx_command: Command) -> None:
     model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((9, 2, 8), np.float32), "table"))
     onnx.save(model, "past.onnx")
     told = flashonnx_command.json("bench", "past.onnx", "--lengths", "8", *QUICK)
-    assert told["title"] == "past.onnx, by new = past"
+    assert told["title"] == "past.onnx, by new = past at batch=1"
     assert all(result["median_ms"] for result in told["results"]), told["results"]
     told = flashonnx_command.json("bench", "past.onnx", "--lengths", "8", "--dim", "new=1", *QUICK)
-    assert told["title"] == "past.onnx, by past"
+    assert told["title"] == "past.onnx, by past at batch=1, new=1"
     assert flashonnx_command.json("verify", "past.onnx", "past.onnx")["ok"]
 
 
 def test_a_wrong_model_gets_no_time(plain: Path, flashonnx_command: Command) -> None:
-    onnx.save(written_out(scale=3.0), "wrong.onnx")
+    onnx.save(written_out(scale=3.0), "other.onnx")
+    assert "other.onnx has no nodes" in flashonnx_command("bench", plain, "other.onnx", *QUICK, code=2)
+    flashonnx_command("fuse", "other.onnx", "-o", "wrong.onnx")
     done = flashonnx_command.json("bench", plain, "wrong.onnx", "--lengths", "9", *QUICK, code=1)
     results = {r["contender"]: r for r in done["results"]}
     assert results["fused"]["status"].startswith("wrong: off by") and results["fused"]["median_ms"] is None

@@ -106,6 +106,33 @@ def test_old_and_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _checks.packages().state in ("wrong", "warning")
 
 
+@pytest.mark.parametrize("gpus", [[], ["NVIDIA H200, 140 GiB"]])
+@pytest.mark.parametrize("driver", [False, True])
+def test_a_library_without_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpus: list[str], driver: bool) -> None:
+    """Nothing to do on a machine without a GPU; with one, how to have kernels for it, not another ONNX Runtime."""
+
+    def device(library: Any, kind: int, ordinal: int = -1) -> Any:
+        raise NotImplementedError(f"flashonnx_device_query: device {ordinal}: no CUDA kernels")
+
+    monkeypatch.setattr("flashonnx._capi.Library.device", device)
+    monkeypatch.setattr(_checks, "device_names", lambda: gpus)
+    monkeypatch.setattr(_checks, "_KERNEL_MODULE", tmp_path / "version")
+    if driver:
+        (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun\n")
+    check = _checks.device()
+    assert check.state == ("warning" if gpus else "absent")
+    assert "no CUDA kernels in this build" in check.found and all(gpu in check.found for gpu in gpus)
+    assert ("FLASHONNX_CUDA=ON" in check.todo) == bool(gpus or driver)
+    monkeypatch.setattr(_checks, "_installed", lambda: ["onnxruntime"])
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
+    assert not _checks._session("ONNX Runtime CUDA", "CUDAExecutionProvider").todo
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider"])
+    assert "FLASHONNX_CUDA=ON" in _checks._session("ONNX Runtime CUDA", "CUDAExecutionProvider").found
+    monkeypatch.setattr(_checks, "_has_plugin", lambda: False)
+    assert "build the library" in _checks._tensorrt("TensorRT", "json").todo
+    assert not _checks._tensorrt("TensorRT", "surely_not_installed").todo
+
+
 @pytest.mark.parametrize("torch", ["2.13.0+cpu", "2.14.1"])
 def test_a_torchvision_of_another_torch(torch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It breaks the import of every model of transformers, whose message names neither."""

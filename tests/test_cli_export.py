@@ -91,6 +91,27 @@ def test_what_functions_may_return(function: str, models: Command) -> None:
     assert "every axis is as long as the example's, such as (2, 5, 32) of 'x'" in note
 
 
+def test_projections_may_stay_apart(models: Command) -> None:
+    """What the exporter wrote as one product stays so; what it wrote as three is not joined."""
+    import flashonnx
+
+    Path("three.py").write_text(
+        "import torch\n\n\nclass Three(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.parts = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(3))\n\n"
+        "    def forward(self, x):\n"
+        "        q, k, v = (part(x).unflatten(2, (4, 8)).transpose(1, 2) for part in self.parts)\n"
+        "        return torch.nn.functional.scaled_dot_product_attention(q, k, v)\n\n\n"
+        "def made():\n    torch.manual_seed(0)\n    return Three(), torch.ones(2, 5, 32)\n"
+    )
+    answers = []
+    for option, products in (("--join-projections", 1), ("--no-join-projections", 3)):
+        models("export", "three.py:made", "-o", "out.onnx", option, "--no-portable")
+        kinds = [node.op_type for node in onnx.load("out.onnx").graph.node]
+        assert kinds.count("MatMul") + kinds.count("Gemm") == products, kinds
+        answers.append(flashonnx.session("out.onnx").run(None, {"x": np.ones((2, 5, 32), np.float32)})[0])
+    np.testing.assert_allclose(*answers, atol=1e-6)
+
+
 def test_errors(models: Command, tmp_path: Path) -> None:
     for source, expected in (
         ("models_to_export:number", "is expected to return (model, args)"),
@@ -101,6 +122,7 @@ def test_errors(models: Command, tmp_path: Path) -> None:
         ("missing.py:f", "there is no file 'missing.py'"),
         ("models_to_export", "expected as hf:FOLDER or module:function"),
         (f"hf:{tmp_path}", "has none"),
+        (str(tmp_path), f"in that folder write hf:{tmp_path}"),
     ):
         said = models("export", source, "-o", "out.onnx", code=2)
         assert expected in said and said.startswith("flashonnx: ") and said.count("\n") == 1, said
@@ -121,12 +143,20 @@ def small(name: str) -> Any:
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=50, num_key_value_heads=1, **shared))
     if name == "vit":
         return transformers.ViTForImageClassification(transformers.ViTConfig(image_size=16, patch_size=8, **shared))
+    if name == "ast":
+        sizes = {"patch_size": 8, "time_stride": 8, "frequency_stride": 8, "max_length": 32, "num_mel_bins": 16}
+        return transformers.ASTModel(transformers.ASTConfig(**sizes, **shared))
+    if name == "mixtral":
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 1}
+        return transformers.MixtralForCausalLM(transformers.MixtralConfig(vocab_size=50, **experts, **shared))
     config = transformers.T5Config(vocab_size=50, d_model=32, num_layers=1, num_heads=2, d_kv=16, d_ff=64)
     return transformers.T5ForConditionalGeneration(config)
 
 
 @pytest.mark.parametrize("name", ["bert", pytest.param("llama", marks=pytest.mark.slow),
                                   pytest.param("vit", marks=pytest.mark.slow),
+                                  pytest.param("ast", marks=pytest.mark.slow),
+                                  pytest.param("mixtral", marks=pytest.mark.slow),
                                   pytest.param("t5", marks=pytest.mark.slow)])  # fmt: skip
 def test_folders_of_transformers(name: str, flashonnx_command: Command) -> None:
     """Weights are those of the folder; inputs get the names and axes of their kind."""

@@ -98,7 +98,9 @@ CACHES = [
             head_dim=d, heads=(2, 1), missing=((0, 2),) if missing else ())
       for p, d, t, missing in (
           (16, 64, "bfloat16", True), (16, 96, "float16", False), (16, 192, "bfloat16", True),
-          (16, 256, "float16", True), (32, 192, "float16", False), (64, 64, "float16", False),
+          (8, 128, "bfloat16", True), (8, 256, "float16", True), (16, 112, "bfloat16", True),
+          (16, 256, "float16", True), (32, 192, "float16", False), (48, 128, "float16", True),
+          (64, 64, "float16", False),
           (64, 256, "bfloat16", False), (80, 256, "float16", True), (128, 128, "bfloat16", True),
           (256, 192, "float16", False), (256, 256, "bfloat16", True),
       )),
@@ -192,6 +194,12 @@ def test_hopper_takes_gathered_problems(library: Library, page_size: int, ragged
 def test_hopper_leaves_odd_pages(library: Library) -> None:
     case = pages("odd", page_size=20, dtype="float16")
     assert _chosen_on_hopper(library, CacheProblem(library, case).params) == "sm80"
+
+
+def test_hopper_leaves_pages_between_rows(library: Library) -> None:
+    params = CacheProblem(library, pages("between", page_size=16, dtype="float16")).params
+    params.cache_k.stride[0] += 8
+    assert _chosen_on_hopper(library, params) == "sm80"
 
 
 @pytest.mark.parametrize("longest", [16, 64, 1000])

@@ -262,10 +262,11 @@ def test_sampling(exported: Any) -> None:
         assert many(PROMPTS, NEW, temperature=5.0, **only).tokens == many(PROMPTS, NEW).tokens
 
 
-WRONG: dict[str, tuple[list[Any], dict[str, Any], str]] = {
+WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "empty": ([[]], {}, "prompt 0 is expected to be a list"),
     "no numbers": ([[1], [0.5]], {}, "prompt 1 is expected to be a list"),
     "text": (["hello"], {}, "prompt 0 is expected to be a list of token numbers.* a tokenizer .* got the text 'hello'"),
+    "text alone": ("hello", {}, "prompt 0 is expected to be a list of token numbers.* got the text 'hello'"),
     "one list": ([1, 2], {}, "prompt 0 is expected .* prompts a list of such lists, got 1"),
     "unknown token": ([[99]], {}, r"tokens in \[0, 99\), got 99 to 99"),
     "too long": ([[1] * 30], {}, "needs 34 keys for 30 tokens and 5 new ones; there are 32"),
@@ -395,6 +396,5 @@ def test_cuda_that_is_not_there(exported: Any) -> None:
 
 
 def test_pages_bound_requests(exported: Any) -> None:
-    _, path = exported("llama", "paged")
     with pytest.raises(ValueError, match="there are 12"):
-        Generator(path, batch=2, capacity=64, page_size=4, pages=3, device="cpu")([[1] * 9], 5)
+        Generator(exported("llama", "paged")[1], batch=2, capacity=64, page_size=4, pages=3, device="cpu")([[1] * 9], 5)

@@ -14,6 +14,7 @@ ort = pytest.importorskip("onnxruntime")
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
 last_logits = pytest.importorskip("flashonnx._last_logits")
+from flashonnx.generate import Generator  # noqa: E402
 
 BATCH, SEQUENCE, FEATURES, WORDS = 3, 5, 8, 11
 ROWS = np.array([[4], [7], [10]])  # tokens 4, 2 and 0 of the three requests
@@ -134,3 +135,18 @@ def test_an_input_that_is_brought() -> None:
     lengths = np.array([0, 5, 2**40])
     got = run(model, lengths=lengths)
     np.testing.assert_array_equal([got["a"], got["b"]], [2 * lengths, -lengths])
+
+
+def test_logits_of_the_last_tokens_alone() -> None:
+    """As an export with logits_to_keep=1 has them: which token they are of depends on the batch mates' lengths."""
+    cache = ["batch", 2, "capacity", 8]
+    shapes = {"input_ids": ["batch", "sequence"], "cache_lengths": ["batch"], "logits": ["batch", 1, 99]}
+    shapes |= {"past_key_values.0.key": cache, "present.0.key": cache}
+    kinds = {name: TensorProto.FLOAT if len(shape) > 2 else TensorProto.INT64 for name, shape in shapes.items()}
+    values = {name: helper.make_tensor_value_info(name, kinds[name], shape) for name, shape in shapes.items()}
+    ids, lengths, logits, past, present = values.values()
+    copies = [helper.make_node("Identity", [past.name], [output.name]) for output in (logits, present)]
+    graph = helper.make_graph(copies, "kept", [ids, lengths, past], [logits, present])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    with pytest.raises(ValueError, match=r"'logits' is expected .*got \[batch,1,99\]: export without logits_to_keep"):
+        Generator(model, device="cpu")

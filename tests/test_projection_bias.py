@@ -9,8 +9,9 @@ import pytest
 from cases import Case
 from cases_bias import BEFORE, FORMS, SMALL, TILED, biased, tiled
 from flashonnx._capi import Library
-from seam import Problem
+from seam import Buffer, Problem, address
 from test_kernels import on_devices
+from test_seam import HOPPER
 
 
 @on_devices(*SMALL)
@@ -61,6 +62,45 @@ def test_who_adds(library: Library) -> None:
         more = library.workspace(problem.params) - library.workspace(alone.params)
         assert (more >= sums) if added_before else (more == 0), form
         assert library.workspace_bound(problem.params) >= library.workspace(problem.params)
+
+
+@pytest.mark.parametrize("field", ["q", "k", "v", "q_bias", "v_bias"])
+def test_workspace_by_alignment(library: Library, field: str) -> None:
+    """Hopper's kernel that adds biases reads 16 bytes at a time: sums are planned where an address may not allow it."""
+    case = tiled("plain", (64, 64), "float16", "bshd")
+    params = Problem(library, case, "cpu").params
+    params.device = HOPPER
+    try:
+        if library.supported(params) != "sm90":
+            pytest.skip("built without sm90")
+    except NotImplementedError:
+        pytest.skip("built without CUDA kernels")
+    for name in ("q", "k", "v", "q_bias", "k_bias", "v_bias"):
+        getattr(params, name).data = 1 << 20
+    assert library.workspace(params) == 0
+    sums = case.batch * case.q_length * sum(case.heads[i] for i in (0, 1, 1)) * case.head_dim * 2
+    for data in (None, (1 << 20) + 2):
+        getattr(params, field).data = data
+        assert sums <= library.workspace(params) <= library.workspace_bound(params)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("field", ["all", "q", "k", "v", "q_bias", "v_bias"])
+@pytest.mark.parametrize("layout", ["bshd", "3hd"])
+def test_unaligned(library: Library, field: str, layout: str) -> None:
+    """Off by one element from a multiple of 16 bytes, as slices of a larger tensor can be."""
+    case = tiled("plain", (64, 64), "float16", layout)
+    if field == "all":
+        Problem(library, case, "cuda", shift=1).check()
+        return
+    problem = Problem(library, case, "cuda")
+    of_bias, packed = field.endswith("bias"), layout == "3hd"
+    name = "bias" if of_bias else "Q" if packed else field.upper()
+    array = problem.given[name]
+    shifted = Buffer(array.shape, array.dtype, "cuda", array=array, shift=1)
+    tensor, base = getattr(problem.params, field), address(problem.inputs[name].view)
+    tensor.data += address(shifted.view) - base
+    problem.check()
 
 
 def test_refusals(library: Library) -> None:

@@ -153,6 +153,9 @@ def test_mismatches_are_errors() -> None:
     del fewer.graph.input[2]
     with pytest.raises(ValueError, match="inputs differ"):
         flashonnx.verify(plain(), fewer)
+    fewer.graph.input[1].name = "cache_lengths"  # as an export with caches has
+    with pytest.raises(ValueError, match="one has caches; compare the tokens that both write"):
+        flashonnx.verify(plain(), fewer)
     narrower = fused()
     narrower.graph.node[0].output[0] = "full"
     narrower.graph.initializer.append(numpy_helper.from_array(np.array([-1]), "axis"))

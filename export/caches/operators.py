@@ -13,11 +13,12 @@ from flashonnx.export.masks.reducer import is_true, is_zero
 from flashonnx.export.model.build import Builder, Names, called
 from flashonnx.export.operator import schema
 from flashonnx.export.operator.cache_schema import CACHE_INPUTS, KV_CACHE
-from flashonnx.export.values.dims import Dim
+from flashonnx.export.values.dims import Dim, product
 from flashonnx.export.values.facts import Facts
 
 _HEADS_FIRST = [0, 2, 1, 3]
-_KEPT = ("scale", "softcap", "left_window_size", "right_window_size", "q_num_heads", "kv_num_heads")
+_HEADS = ("q_num_heads", "kv_num_heads")
+_KEPT = ("scale", "softcap", "left_window_size", "right_window_size")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,7 @@ class CacheAttention:
             inputs: dict[str, ir.Value | None] = dict(zip(schema.INPUTS, node.inputs, strict=False))
             pair = self._pairs_of(node, inputs)
             if pair is not None and inputs.get("bias") is not None:
-                raise CacheError(f"'{node.name}' has a bias for Q, K and V of four dimensions")
+                raise CacheError(f"'{called(node)}' has a bias for Q, K and V whose heads and sizes are not known")
             if pair is not None:
                 self._check(node, inputs)
                 self._replace(node, inputs, pair, lengths, block_table)
@@ -146,14 +147,18 @@ class CacheAttention:
     ) -> None:
         builder = Builder(self.names, node.name or "attention")
         query, (keys, values) = inputs["Q"], pairs
-        new = [pair.new or inputs[name] for pair, name in zip(pairs, "KV", strict=True)]
-        is_flat = self.facts.rank(query) == 3
+        new = [pair.new or inputs.get(name) for pair, name in zip(pairs, "KV", strict=True)]
+        is_packed = "qkv_layout" in node.attributes and inputs.get("K") is None
+        heads = {n: node.attributes[n].value for n in _HEADS if n in node.attributes}
+        if is_packed:
+            query, heads = self._side_by_side(builder, node, heads)
+        is_flat = is_packed or self.facts.rank(query) == 3
         if is_flat:
             new = [self._flat(builder, value) if self.facts.rank(value) == 4 else value for value in new]
         attributes: dict[str, Any] = {n: node.attributes[n].value for n in _KEPT if n in node.attributes}
         attributes["is_causal"] = self._number(node, "is_causal", 0)
-        if not is_flat:
-            attributes = {n: x for n, x in attributes.items() if not n.endswith("num_heads")}
+        attributes |= {"qkv_layout": "gqa"} if is_packed else {}
+        attributes |= heads if is_flat else {}
         given = {
             "Q": query, "K": new[0], "V": new[1], "key_cache": keys.past, "value_cache": values.past,
             "cache_lengths": lengths, "block_table": block_table, "sinks": inputs.get("sinks"),
@@ -182,6 +187,25 @@ class CacheAttention:
             if pair.present not in outputs:
                 raise CacheError(f"two attentions take the past keys or values '{pair.past.name}'")
             outputs[outputs.index(pair.present)] = present
+
+    def _side_by_side(self, builder: Builder, node: ir.Node, heads: dict[str, Any]) -> tuple[ir.Value, dict[str, Any]]:
+        """Packed projections with each token's heads of Q, of K and of V in a row, as caches take them; the heads."""
+        packed, layout = node.inputs[0], node.attributes["qkv_layout"].as_string()
+        dims, kind = self.facts.dims(packed), self.facts.dtype(packed)
+        if packed is None or dims is None or layout == "time_major":
+            raise CacheError(f"'{called(node)}' has its tokens before the batch, or tensors of unknown rank")
+        if len(dims) == 5:
+            heads = dict.fromkeys(_HEADS, dims[3 if layout == "3hd" else 2].value)
+        if layout == "h3d":
+            if len(dims) == 3:
+                packed = builder.op("Reshape", packed, builder.ints([0, 0, heads["q_num_heads"], 3, -1]), dtype=kind)
+            packed = builder.op("Transpose", packed, perm=[0, 1, 3, 2, 4], dtype=kind)
+        width = product(dims[2:]).value
+        if width is None or None in heads.values():
+            raise CacheError(f"'{called(node)}' has packed projections of unknown sizes, {dims}")
+        if len(dims) == 5 or layout == "h3d":
+            packed = builder.op("Reshape", packed, builder.ints([0, 0, width]), dtype=kind)
+        return packed, heads
 
     def _flat(self, builder: Builder, value: ir.Value | None) -> ir.Value | None:
         """(batch, tokens, heads * size), of (batch, heads, tokens, size)."""

@@ -88,7 +88,8 @@ def cached_attention(rows: Rows, node: ir.Node) -> Axes:
     rows.free(given.get("sinks"), given.get("cos_cache"), given.get("sin_cache"))
     _of_sentences(rows, given.get("cache_lengths"))
     for name in "QKV":
-        _lies(rows, given.get(name))
+        if name == "Q" or given.get(name) is not None:  # packed, Q has all three
+            _lies(rows, given.get(name))
     if not integer(node, "is_causal", 1) and integer(node, "right_window_size", -1) != 0 and rows.tokens.size != 1:
         raise MixedError("it lets a token see those behind it, and so the padding of a shorter sentence")
     if given.get("position_ids") is not None:

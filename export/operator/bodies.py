@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -67,16 +67,26 @@ def _split(w: NodeWriter, s: Signature, packed: str, layout: str) -> list[str]:
     """Q, K, V as (B, S, heads * size), out of the one tensor that carries them."""
     assert s.q_heads is not None
     q_heads, kv_heads = s.q_heads, s.kv_heads or s.q_heads
-    if layout == "h3d":
-        heads = w.op("Reshape", packed, w.ints(0, 0, q_heads, -1 if s.size is None else 3 * s.size))
-        parts = w.ops("Split", heads, to=[None] * 3, axis=3, num_outputs=3)
-    else:
-        heads = w.op("Reshape", packed, w.ints(0, 0, q_heads + 2 * kv_heads, -1 if s.size is None else s.size))
-        parts = w.ops("Split", heads, w.ints(q_heads, kv_heads, kv_heads), to=[None] * 3, axis=2)
+    if layout != "h3d" and s.size is not None:
+        widths = [count * s.size for count in (q_heads, kv_heads, kv_heads)]
+        flat = packed if s.rank == 3 else w.op("Reshape", packed, w.ints(0, 0, sum(widths)))
+        parts = w.ops("Split", flat, w.ints(*widths), to=[None] * 3, axis=2)
+        return [w.op("Transpose", part, perm=[1, 0, 2]) for part in parts] if layout == "time_major" else parts
+    parts = _heads(w, s, packed, layout, q_heads, kv_heads)
     if layout == "time_major":
         parts = [w.op("Transpose", part, perm=[1, 0, 2, 3]) for part in parts]
     widths = [-1 if s.size is None else count * s.size for count in (q_heads, kv_heads, kv_heads)]
     return [w.op("Reshape", part, w.ints(0, 0, width)) for part, width in zip(parts, widths, strict=True)]
+
+
+def _heads(w: NodeWriter, s: Signature, packed: str, layout: str, q_heads: int, kv_heads: int) -> list[str]:
+    """Q, K, V with a dimension for heads and one for their size behind the packed tensor's first two."""
+    if layout == "h3d":
+        heads = w.op("Reshape", packed, w.ints(0, 0, q_heads, -1 if s.size is None else 3 * s.size))
+        thirds = {"num_outputs": 3} if s.opset >= 18 else {}
+        return w.ops("Split", heads, to=[None] * 3, axis=3, **thirds)
+    heads = w.op("Reshape", packed, w.ints(0, 0, q_heads + 2 * kv_heads, -1 if s.size is None else s.size))
+    return w.ops("Split", heads, w.ints(q_heads, kv_heads, kv_heads), to=[None] * 3, axis=2)
 
 
 def _all_rows(w: NodeWriter, s: Signature, query: str) -> str:
@@ -90,11 +100,15 @@ def plain_body(w: NodeWriter, s: Signature) -> None:
     """MatMul, Softmax and what else the signature asks for, with float32 arithmetic."""
     q, k, v = _four_dimensions(w, s)
     if s.has("past_key"):
-        k = w.op("Concat", _float(w, s, "past_key"), k, axis=2)
-        v = w.op("Concat", _float(w, s, "past_value"), v, axis=2)
+        past = [_float(w, s, name) if _adds_in_float(s) else name for name in ("past_key", "past_value")]
+        k, v = w.op("Concat", past[0], k, axis=2), w.op("Concat", past[1], v, axis=2)
     for name, value in (("present_key", k), ("present_value", v)):
-        if s.has(name):
+        if s.has(name) and _adds_in_float(s):
             _from_float(w, s, value, name)
+        elif s.has(name):
+            w.op("Identity", value, to=name)
+    if not _adds_in_float(s):
+        q, k, v = (_float(w, s, value) for value in (q, k, v))
     k, v = _repeat_heads(w, s, q, k, v)
 
     scale = w.number(s.scale) if s.scale is not None else _default_scale(w, q)
@@ -104,7 +118,7 @@ def plain_body(w: NodeWriter, s: Signature) -> None:
     if softcap:
         cap = w.number(softcap)
         scores = w.op("Mul", w.op("Tanh", w.op("Div", scores, cap)), cap)
-    sizes = _Sizes(w.size(q, 2), w.size(k, 2))
+    sizes = _Sizes(w, q, k)
     if s.mask:
         scores = _masked(w, s, scores, sizes)
     scores, below = _structure(w, s, scores, sizes)
@@ -120,11 +134,18 @@ def plain_body(w: NodeWriter, s: Signature) -> None:
 
 
 class _Sizes:
-    """Sq and Sk, as one-dimensional tensors."""
+    """Sq and Sk, as one-dimensional tensors, written where they are first asked for."""
 
-    def __init__(self, queries: str, keys: str) -> None:
-        self.queries = queries
-        self.keys = keys
+    def __init__(self, w: NodeWriter, q: str, k: str) -> None:
+        self._w, self._q, self._k = w, q, k
+
+    @functools.cached_property
+    def queries(self) -> str:
+        return self._w.size(self._q, 2)
+
+    @functools.cached_property
+    def keys(self) -> str:
+        return self._w.size(self._k, 2)
 
 
 def _float(w: NodeWriter, s: Signature, value: str) -> str:
@@ -138,12 +159,19 @@ def _from_float(w: NodeWriter, s: Signature, value: str, name: str) -> None:
         w.op("Cast", value, to=name, to_type=getattr(TensorProto, s.dtype.upper()))
 
 
+def _adds_in_float(s: Signature) -> bool:
+    """Whether Q, K and V are float32 from the bias on: ONNX Runtime's CPU provider has no sums of bfloat16."""
+    return s.has("bias") and s.dtype == "bfloat16"
+
+
 def _four_dimensions(w: NodeWriter, s: Signature) -> tuple[str, str, str]:
-    """Q, K, V as (B, heads, S, size) in float32."""
+    """Q, K, V as (B, heads, S, size) with the bias."""
     layout = s.attribute("qkv_layout")
-    given = {name: _float(w, s, name) for name in "QKV" if s.has(name)}
-    if s.has("bias"):
-        given = sums(w, s, given, _float(w, s, "bias"))
+    given = {name: name for name in "QKV" if s.has(name)}
+    if _adds_in_float(s):
+        given = sums(w, s, {name: _float(w, s, name) for name in given}, _float(w, s, "bias"))
+    elif s.has("bias"):
+        given = sums(w, s, given)
     if layout != "separate":
         return _unpacked(w, s, given["Q"], layout)
     if s.rank == 4:
@@ -163,17 +191,9 @@ def _four_dimensions(w: NodeWriter, s: Signature) -> tuple[str, str, str]:
 
 def _unpacked(w: NodeWriter, s: Signature, packed: str, layout: str) -> tuple[str, str, str]:
     assert s.q_heads is not None
-    q_heads, kv_heads = s.q_heads, s.kv_heads or s.q_heads
-    total = q_heads + 2 * kv_heads
-    split = w.op("Reshape", packed, w.ints(0, 0, total, -1 if s.size is None else s.size))
     perm = [1, 2, 0, 3] if layout == "time_major" else [0, 2, 1, 3]
-    heads = w.op("Transpose", split, perm=perm)
-    if layout == "h3d":
-        picks = [range(part, total, 3) for part in range(3)]
-    else:
-        ends = (0, q_heads, q_heads + kv_heads, total)
-        picks = [range(a, b) for a, b in itertools.pairwise(ends)]
-    q, k, v = (w.op("Gather", heads, w.ints(*pick), axis=1) for pick in picks)
+    parts = _heads(w, s, packed, layout, s.q_heads, s.kv_heads or s.q_heads)
+    q, k, v = (w.op("Transpose", part, perm=perm) for part in parts)
     return q, k, v
 
 

@@ -11,13 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import logging
 import os
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from flashonnx.export.pytorch import exporter_faults
+from flashonnx.export.pytorch.advice import advice, of_experts
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -31,10 +36,6 @@ if TYPE_CHECKING:
 DEFAULT_OPSET = 20
 OLDEST_OPSET, NEWEST_OPSET = 18, 25  # torch exports at 18 and converts from there, silently not at all beyond 25
 
-_RETURNS_CACHE = (
-    "The model returns its cache: set model.config.use_cache = False before the export, or make the caches inputs and "
-    'outputs by kv_cache="static" or "paged".'
-)
 _OURS = ("dynamo", "f", "opset_version", "fallback", "export_params", "keep_initializers_as_inputs")
 
 
@@ -48,6 +49,7 @@ def export_onnx(
     portable: bool = True,
     external_data: bool | None = None,
     kv_cache: str | None = None,
+    join_projections: bool = True,
     **kw: Any,
 ) -> Report:
     """Exports a PyTorch model to ONNX with its attention fused into `flashonnx::FlashAttention`.
@@ -69,6 +71,7 @@ def export_onnx(
             lengths are padded on the right; what comes next overwrites the padding. How many positions the model has
             is noted in the file's metadata as `flashonnx:max_positions`. `args` may be empty then, and
             `kwargs` may hold what every call of the model gets, such as logits_to_keep.
+        join_projections: one product makes Q, K and V where their weights are constant; else three, as in the model.
         kw: passed on to `torch.onnx.export` (`kwargs`, `input_names`, `output_names`, `custom_translation_table`, ...).
 
     Returns:
@@ -97,9 +100,10 @@ def export_onnx(
 
     check_output(target)
     schema.register_schema()  # torch's exporter makes nodes from schemas
+    how = {"portable": portable, "join_projections": join_projections}
     if kv_cache is not None:
         kw |= {"dynamic_shapes": dynamic_shapes, "opset_version": opset}
-        return _with_cache(model, args, target, kv_cache, portable, external_data, kw)
+        return _with_cache(model, args, target, kv_cache, how, external_data, kw)
     kw["custom_translation_table"] = torch_nodes.table() | (kw.get("custom_translation_table") or {})
     kw.setdefault("verbose", False)
     kw |= {"dynamo": True, "dynamic_shapes": dynamic_shapes, "opset_version": opset}
@@ -107,12 +111,12 @@ def export_onnx(
     def convert() -> tuple[ir.Model, Report]:
         with _quiet(), _plain_modules(), torch.no_grad():
             try:
-                program = torch.onnx.export(model, args, **kw)
+                exported = exporter_faults.export(model, args, kw)
             except Exception as error:
-                if "transformers.cache_utils" in str(error):
-                    error.add_note(_RETURNS_CACHE)
+                if advised := advice(model, error):
+                    error.add_note(advised)
                 raise
-        return program.model, _fuse(program.model, portable)
+        return exported, _fuse(exported, how)
 
     converted, notes = _by_route(model, convert)
     exported, report = converted if converted is not None else convert()
@@ -153,7 +157,7 @@ def _with_cache(
     args: tuple[Any, ...],
     target: Path,
     kind: str,
-    portable: bool,
+    how: Mapping[str, bool],
     external_data: bool | None,
     kw: dict[str, Any],
 ) -> Report:
@@ -170,8 +174,7 @@ def _with_cache(
             raise ValueError(f"export_onnx: argument '{name}' is not for kv_cache, which decides it")
     reason = transformers_route.candidate(model)
     if reason is not None:
-        why = reason or f"{type(model).__name__} is none"
-        raise CacheExportError(f"export_onnx: kv_cache is for models of transformers: {why}")
+        raise CacheExportError(f"export_onnx: {kv_cache.without_interface(model, reason)}")
     if model.training:
         raise CacheExportError(
             f"export_onnx: kv_cache is for generating, and this {type(model).__name__} is in training mode, in which "
@@ -182,12 +185,13 @@ def _with_cache(
     table = torch_nodes.table() | kv_cache.table() | (kw.pop("custom_translation_table", None) or {})
     kw = {"verbose": False} | kw | arguments | {"dynamo": True, "custom_translation_table": table}
     try:
-        with route, _quiet(), _plain_modules(), torch.no_grad():
-            exported = torch.onnx.export(module, **kw).model
+        with route, _quiet(), _held_back(), _plain_modules(), torch.no_grad():
+            exported = exporter_faults.export(module, kw.pop("args"), kw)
+            kv_cache.check_numbers(exported, route)
             unproved = _prove_rows(exported)  # before tables of all sentences' angles are made
-            report = _fuse(exported, portable)
+            report = _fuse(exported, how)
     except Exception as error:
-        why = transformers_route.why_not(route, error)
+        why = of_experts(model, error) or kv_cache.why_not(route, error)
         raise CacheExportError(f"export_onnx: {type(model).__name__} with kv_cache: {why}") from error
     if unproved and not more:
         raise CacheExportError(f"export_onnx: {type(model).__name__} with kv_cache: {unproved}")
@@ -249,12 +253,12 @@ def _not_all(route: transformers_route.Route, report: Report) -> str:
     return f"'{others[0].node}' attends without it ({others[0].kind})" if others else ""
 
 
-def _fuse(model: ir.Model, portable: bool) -> Report:
+def _fuse(model: ir.Model, how: Mapping[str, bool]) -> Report:
     """Fuses the whole model in place; the nodes of the translation table come into their best form by it."""
     from flashonnx.export import Report, fusion
     from flashonnx.export.operator import schema
     from flashonnx.export.operator.cache_schema import KV_CACHE, VARLEN
-    from flashonnx.export.pytorch import exporter_faults
+    from flashonnx.export.rules import projections
 
     exporter_faults.spread_rotary_caches(model)
     ours = (schema.DOMAIN, schema.OP_TYPE)
@@ -265,7 +269,8 @@ def _fuse(model: ir.Model, portable: bool) -> Report:
         for node in [node for node in model.graph.all_nodes() if (node.domain, node.op_type) == (schema.DOMAIN, kind)]:
             _tidy(node, schema.OPERATORS[kind], outputs)
     kinds = {node.name: _kind(node) for node in caught}
-    report = fusion.fuse_ir(model, portable=portable)
+    report = fusion.fuse_ir(model, **how)
+    projections.store_joined(model)
     sites = [
         dataclasses.replace(site, kind="torch.ops.flashonnx.attention_varlen", reason="")
         if site.kind == VARLEN
@@ -368,6 +373,14 @@ def _quiet() -> Iterator[None]:
         finally:
             for logger in loggers:
                 logger.removeFilter(keep)
+
+
+@contextlib.contextmanager
+def _held_back() -> Iterator[None]:
+    """Keeps what is written to stderr until it is known that all went well: else the error says it in fewer words."""
+    with contextlib.redirect_stderr(io.StringIO()) as held:
+        yield
+    print(held.getvalue(), end="", file=sys.stderr)
 
 
 def _torch() -> Any:

@@ -2,7 +2,65 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import onnx_ir as ir
+
+# Operators that onnxscript's optimizer takes away beside a number that is near this one, as `Constant` of its patterns
+# has these tolerances.
+_NEUTRAL = {"Add": 0.0, "Sub": 0.0, "Mul": 1.0, "Div": 1.0}
+_RELATIVE, _ABSOLUTE = 1e-5, 1e-8
+
+
+def export(module: Any, args: tuple[Any, ...], options: dict[str, Any]) -> ir.Model:
+    """torch.onnx.export, whose optimizer keeps small numbers."""
+    import torch
+
+    is_optimized = options.get("optimize", True)
+    program = torch.onnx.export(module, args, **(options | {"optimize": False}))
+    assert program is not None  # what dynamo=True gives
+    if is_optimized:
+        keep_small_numbers(program.model)
+        program.optimize()
+    return program.model
+
+
+def keep_small_numbers(model: ir.Model) -> None:
+    """Makes a vector of every number that is added and nearly 0, or multiplies and is nearly 1: an epsilon of 1e-8.
+
+    onnxscript's optimizer takes such an operation away, as it compares scalars, and these alone, with tolerances.
+    """
+    for node in list(model.graph.all_nodes()):
+        neutral = _NEUTRAL.get(node.op_type)
+        if neutral is None or node.domain:
+            continue
+        for i, other in ((0, node.inputs[1]), (1, node.inputs[0])):
+            number = _scalar(node.inputs[i])
+            is_vector = other is not None and other.shape is not None and len(other.shape) > 0
+            if number is None or number == neutral or not is_vector:
+                continue
+            if math.isclose(number, neutral, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE):
+                node.replace_input_with(i, _as_vector(node, node.inputs[i]))
+
+
+def _scalar(value: ir.Value | None) -> float | None:
+    """The number that `value` is, also of another type before."""
+    while value is not None and (made := value.producer()) is not None and made.op_type in ("Cast", "CastLike"):
+        value = made.inputs[0]
+    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
+    return float(tensor.numpy()) if tensor is not None and tensor.numpy().ndim == 0 else None
+
+
+def _as_vector(node: ir.Node, value: ir.Value | None) -> ir.Value:
+    one = ir.node("Constant", [], {"value_ints": [1]}, name=f"{node.name}_one")
+    vector = ir.node("Reshape", [value, one.outputs[0]], name=f"{node.name}_vector")
+    for each in (one, vector):
+        each.outputs[0].name = f"{each.name}_out"
+    assert value is not None and node.graph is not None
+    vector.outputs[0].type = value.type
+    node.graph.insert_before(node, (one, vector))
+    return vector.outputs[0]
 
 
 def spread_rotary_caches(model: ir.Model) -> None:

@@ -9,12 +9,22 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flashonnx.export.model import configuration
+from flashonnx.export.pytorch import transformers_route
 from flashonnx.export.pytorch.transformers_route import Route
 
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
 KINDS = ("static", "paged")
+_ONE_NUMBER = (
+    ", and sentences have different ones; it is expected to take positions from position_ids alone, and its mask from "
+    "transformers' create_causal_mask without an attention_mask of its own. fuse(kv_cache=) may take an export with a "
+    "DynamicCache as inputs and outputs"
+)
+NO_NUMBER = "flashonnx.export::NoNumber"  # stands for a number that nothing may depend on
 _EXAMPLE = {"batch": 2, "sequence": 3, "capacity": 16, "pages": 5, "page_size": 4, "pages_per_sequence": 2}
 
 
@@ -27,9 +37,11 @@ class CacheRoute(Route):
 
     Attributes:
         cache: the caches of the call that is traced.
+        is_asked: whether the model wants to know how many tokens its cache has.
     """
 
     cache: Any = None
+    is_asked = False
 
     def _attention(
         self, module: Any, query: Any, key: Any, value: Any, mask: Any, lengths: Any, sinks: Any, **attributes: Any
@@ -62,7 +74,7 @@ class Caches:
 
     is_compileable = False
 
-    def __init__(self, route: Route, caches: tuple[Any, ...], lengths: Any, block_table: Any) -> None:
+    def __init__(self, route: CacheRoute, caches: tuple[Any, ...], lengths: Any, block_table: Any) -> None:
         self.keys, self.values = caches[::2], caches[1::2]
         self.lengths, self.block_table = lengths, block_table
         self.presents: dict[int, tuple[Any, Any]] = {}
@@ -83,6 +95,13 @@ class Caches:
     def layer_of(self, key: Any, value: Any) -> int | None:
         """The layer that gave these."""
         return next((i for i, given in self._given.items() if given[0] is key and given[1] is value), None)
+
+    def get_seq_length(self, *_: Any) -> Any:
+        """One number that every sentence has: there is none, so a model may ask but not use it."""
+        import torch
+
+        self._route.is_asked = True
+        return torch.onnx.ops.symbolic(NO_NUMBER, (self.lengths,), dtype=torch.int64, shape=(), version=1).item()
 
     def get_query_offset(self, *_: Any) -> int:
         """Masks are made for the new tokens alone."""
@@ -187,6 +206,34 @@ def prepared(
     return _module()(model, route, kind, more), route, arguments
 
 
+def without_interface(model: Any, reason: str) -> str:
+    """Why a model that does not attend through transformers' interface is refused, `reason`, and what to do instead."""
+    name = type(model).__name__
+    if not reason:
+        return f"kv_cache is for models of transformers: {name} is none"
+    if _has_alibi(model):
+        return (
+            f"kv_cache: {name} has ALiBi, a bias on its scores that grows with the keys, for which a cache has no "
+            "input. Export it without kv_cache and with model.config.use_cache = False: its attention is fused with "
+            "the bias as a mask, and every token computes the whole sequence"
+        )
+    more = ""
+    if reason.endswith("its attention function"):
+        more = (
+            ". An export whose inputs and outputs hold a DynamicCache may be turned into the same file by "
+            "flashonnx.fuse(path, kv_cache=...)"
+        )
+    return f"kv_cache is for models that attend through transformers' interface: {reason}{more}"
+
+
+def _has_alibi(model: Any) -> bool:
+    """Whether its code builds such biases and its configuration does not say that it does not use them."""
+    config = getattr(model, "config", None)
+    inner = getattr(config, "attn_config", None)
+    said = getattr(config, "alibi", getattr(inner, "alibi", True))
+    return bool(said) and "alibi" in transformers_route.source_of(type(model))
+
+
 def _changing_rotation(config: Any) -> str | None:
     """The type of rotary embeddings whose angles depend on how long a sequence has become, if they are such."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -233,6 +280,30 @@ def _layers(model: Any, more: dict[str, Any]) -> list[tuple[Any, Any]]:
         of_keys, of_values = ((x.shape[1], x.shape[3], x.dtype) for x in (keys, values) if x is not None)
         found.append((of_keys, of_values))
     return found
+
+
+def check_numbers(model: ir.Model, route: CacheRoute) -> None:
+    """Requires that an exported model only asked how many tokens its cache has, and does nothing with it.
+
+    Raises:
+        RouteRefusalError: something depends on it.
+    """
+    domain, _, name = NO_NUMBER.partition("::")
+    for node in model.graph.all_nodes():
+        if (node.domain, node.op_type) == (domain, name):
+            users = [use.node for use in node.outputs[0].uses()]
+            read = f" ({users[0].op_type} '{users[0].name}' reads it)" if users else ""
+            raise route._refuse(f"the model computes with the number of tokens in its cache{read}{_ONE_NUMBER}")
+
+
+def why_not(route: CacheRoute, error: BaseException) -> str:
+    """What made an export with caches fail, in one line."""
+    cause = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    if route.is_asked and not route.refusal and type(cause).__name__ == "GuardOnDataDependentSymNode":
+        return f"the model does something else depending on the number of tokens in its cache{_ONE_NUMBER}"
+    return transformers_route.why_not(route, error)
 
 
 @functools.cache

@@ -143,7 +143,7 @@ def candidate(model: Any) -> str | None:
     for module in models:
         if not getattr(module, "_can_set_attn_implementation", lambda: False)():
             return f"{type(module).__name__} does not ask transformers for its attention function"
-        if _SWITCH.search(_source(type(module))):
+        if _SWITCH.search(source_of(type(module))):
             return f"{type(module).__name__} does something else depending on the name of its attention function"
         if reason := _foreign(module.config._attn_implementation_internal):
             return f"{type(module).__name__} attends through {reason}"
@@ -165,7 +165,7 @@ def _foreign(name: Any) -> str:
     return ""
 
 
-def _source(kind: type) -> str:
+def source_of(kind: type) -> str:
     """The file that a class stands in; empty if it is not at hand."""
     try:
         return inspect.getsource(sys.modules[kind.__module__])

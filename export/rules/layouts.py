@@ -37,7 +37,7 @@ class Operand:
     """A tensor of a product, its axes named by `labels`; its last axis holds the last two of them if `heads` is given.
 
     `heads` is the number of heads on that axis. With `narrow` it is wanted in that type, from which it was
-    cast to float32.
+    cast to float32, or, behind the attention, to which it is cast.
     """
 
     value: ir.Value
@@ -149,7 +149,7 @@ class Exit:
 def groupings(facts: Facts, query: Operand, batch: Labels) -> Iterator[Heads]:
     """The ways to divide the batch axes into batch and heads, the likeliest first."""
     seen = set()
-    for peeled in query.peel(facts, scales=True):
+    for peeled in dataclasses.replace(query, narrow=None).peel(facts, scales=True):
         axes = [peeled.view.axes[query.labels.index(label)] for label in batch]
         if any(factor.repeats for axis in axes for factor in axis):
             continue
@@ -252,14 +252,22 @@ def exits(
     view = View(value, (), tuple(axes))
     found: list[Exit] = []
     shapes: list[ir.Node] = []
+    is_wide = output.narrow is not None  # before the Cast nothing has the attention's type
     while True:
-        found += [dataclasses.replace(way, shapes=tuple(shapes)) for way in _returns(view, value, b, h, s, d)]
+        found += (
+            []
+            if is_wide
+            else [dataclasses.replace(way, shapes=tuple(shapes)) for way in _returns(view, value, b, h, s, d)]
+        )
         asking = shape_users(value)
         users = [use.node for use in value.uses() if use.node not in asking]
         shapes += asking
         if value.is_graph_output() or len(users) != 1 or users[0].domain:
             return found
         node = users[0]
+        if is_wide and node.op_type == "Cast":
+            is_wide, value = False, node.outputs[0]
+            continue
         if node.op_type not in LAYOUT_OPERATORS:
             return found
         following = after(facts, view, node.outputs[0])

@@ -1,9 +1,10 @@
-"""FlashAttentionKVCache with Q, K and V in one tensor, where they are cut out of one: nothing is cut then."""
+"""Attention beside past keys with Q, K and V in one tensor, where they are cut out of one: nothing is cut then."""
 
 from __future__ import annotations
 
 import onnx_ir as ir
-from flashonnx.export.operator.cache_schema import CACHE_INPUTS, KV_CACHE
+from flashonnx.export.operator import schema
+from flashonnx.export.operator.cache_schema import KV_CACHE
 from flashonnx.export.rules.base import Fusion
 from flashonnx.export.values.facts import Facts
 
@@ -11,29 +12,39 @@ from flashonnx.export.values.facts import Facts
 def uncut(fusion: Fusion, node: ir.Node) -> list[ir.Node]:
     """Gives a node the tensor whose last dimension is its Q, K and V side by side.
 
+    Without a past, `arrange` does it.
+
     Returns:
         The nodes that cut it, which this one uses no more.
     """
     tensors = [value for value in node.inputs[:3] if value is not None]
-    if node.op_type != KV_CACHE or len(tensors) < 3 or "q_num_heads" not in node.attributes:
+    if node.op_type not in (schema.OP_TYPE, KV_CACHE) or len(tensors) < 3 or "q_num_heads" not in node.attributes:
         return []
-    facts, end = fusion.facts, 0
-    is_ragged = dict(zip(CACHE_INPUTS, node.inputs, strict=False)).get("cu_seqlens_q") is not None
-    if facts.rank(tensors[0]) != (2 if is_ragged else 3):
+    given = dict(zip(schema.inputs_of(node.op_type), node.inputs, strict=False))
+    if node.op_type == schema.OP_TYPE and given.get("past_key") is None:
         return []
-    source = _source(tensors[0])
+    facts = fusion.facts
+    if facts.rank(tensors[0]) != (2 if given.get("cu_seqlens_q") is not None else 3):
+        return []
+    source, ends = _source(tensors[0]), [0]
     for value in tensors:
         dims = facts.dims(value)
         width = dims[-1].value if dims is not None else None
-        if source is None or _source(value) is not source or width is None or _start(facts, value) != end:
+        if source is None or _source(value) is not source or width is None or _start(facts, value) != ends[-1]:
             return []
-        end += width
-    whole = facts.dims(source)
-    if whole is None or whole[-1].value != end:
+        ends.append(ends[-1] + width)
+    whole, layout = facts.dims(source), "gqa"
+    if whole is None or whole[-1].value != ends[-1]:
         return []
-    for index, given in enumerate((source, None, None)):
-        node.replace_input_with(index, given)
-    node.attributes["qkv_layout"] = ir.AttrString("qkv_layout", "gqa")
+    if node.op_type == schema.OP_TYPE:  # which has no cache to tell the size of V
+        q_heads, kv_heads = (node.attributes[name].as_int() for name in ("q_num_heads", "kv_num_heads"))
+        size = ends[1] // q_heads
+        if ends[2:] != [(q_heads + kv_heads) * size, (q_heads + 2 * kv_heads) * size]:
+            return []
+        layout = "3hd" if q_heads == kv_heads else "gqa"
+    for index, packed in enumerate((source, None, None)):
+        node.replace_input_with(index, packed)
+    node.attributes["qkv_layout"] = ir.AttrString("qkv_layout", layout)
     return [made for value in tensors if (made := value.producer()) is not None]
 
 

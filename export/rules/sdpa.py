@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 from flashonnx.export.layout.products import Product, Roles, relabel, roles_of
+from flashonnx.export.layout.steps import LAYOUT_OPERATORS
 from flashonnx.export.model.build import Builder, called
 from flashonnx.export.rules.arrange import Arrangement, arrange
 from flashonnx.export.rules.base import Fusion, Rewrite, Rule
@@ -58,7 +59,12 @@ class DecomposedAttention(Rule):
         if facts.dtype(query.value) == ir.DataType.FLOAT != dtype:
             query, key = _narrow(facts, query, dtype), _narrow(facts, key, dtype)
         output = Operand(second.node.outputs[0], named.labels)
-        found = arrange(facts, Tensors(query, key, value, output, roles, value_size), scales=True)
+        tensors = Tensors(query, key, value, output, roles, value_size)
+        found = _between_casts(facts, tensors) if dtype == ir.DataType.FLOAT else None
+        if found is not None:
+            dtype = facts.dtype(found.query.source) or dtype
+        else:
+            found = arrange(facts, tensors, scales=True)
         scale = scores.scale * found.query.factor * found.key.factor
         if not scale > 0:
             raise RefusalError(f"the scale {scale} is not positive")
@@ -191,6 +197,29 @@ def _dtype(facts: Facts, query: Operand, key: Operand, *others: ir.Value) -> ir.
     if kind not in _FLOATS:
         raise RefusalError(f"{kind.name.lower()} attention; there are kernels for float32, float16 and bfloat16")
     return kind
+
+
+def _between_casts(facts: Facts, tensors: Tensors) -> Arrangement | None:
+    """That of a type of 16 bits, where Q, K and V were all cast to float32 from it, and the output is cast to it.
+
+    An attention of that type has float32 inside, too.
+    """
+    value, node = tensors.output.value, None
+    while node is None or node.op_type != "Cast":
+        uses = tuple(value.uses())
+        node = uses[0].node if len(uses) == 1 and not value.is_graph_output() else None
+        if node is None or node.domain or not (node.op_type == "Cast" or node.op_type in LAYOUT_OPERATORS):
+            return None
+        value = node.outputs[0]
+    kind = facts.dtype(value)
+    if kind not in _FLOATS or kind == ir.DataType.FLOAT:
+        return None
+    names = ("query", "key", "value", "output")
+    narrow = {name: dataclasses.replace(getattr(tensors, name), narrow=kind) for name in names}
+    try:
+        return arrange(facts, dataclasses.replace(tensors, **narrow), scales=True)
+    except RefusalError:
+        return None
 
 
 def _narrow(facts: Facts, operand: Operand, dtype: ir.DataType) -> Operand:

@@ -119,10 +119,12 @@ def resized(facts: Facts, node: ir.Node) -> Result:
 
 
 def attention(facts: Facts, node: ir.Node) -> Result:
-    """Of the standard operator and of FlashAttention with separate Q, K and V."""
+    """Of the standard operator and of FlashAttention."""
     shapes = [facts.dims(value) for value in node.inputs[:3]]
     if node.domain == "com.microsoft":
         return projecting_attention(facts, node)
+    if "qkv_layout" in node.attributes and shapes[0] is not None and shapes[1:] in ([], [None, None]):
+        return _packed(facts, node, shapes[0])
     if len(shapes) < 3 or None in shapes:
         return [None]
     q, k, v = (shape for shape in shapes if shape is not None)
@@ -133,6 +135,18 @@ def attention(facts: Facts, node: ir.Node) -> Result:
         return [(*q[:3], v[3]), *presents]
     size = v[2].divided_by(integer(node, "kv_num_heads")) if integer(node, "kv_num_heads") else None
     return [(*q[:2], size * integer(node, "q_num_heads") if size is not None else facts.unknown()), *presents]
+
+
+def _packed(facts: Facts, node: ir.Node, whole: Dims) -> Result:
+    """Of FlashAttention with Q, K and V in one tensor: heads side by side, or three dimensions of their own."""
+    presents = _presents(facts, node, 4, whole[0 if node.attributes["qkv_layout"].as_string() == "time_major" else 1])
+    if len(whole) == 5:  # three, heads and size, or heads, three and size
+        width = (whole[2] * whole[3] * whole[4]).divided_by(3)
+    else:
+        heads = integer(node, "q_num_heads")
+        size = whole[2].divided_by(heads + 2 * integer(node, "kv_num_heads")) if heads else None
+        width = size * heads if size is not None else None
+    return [(*whole[:2], width if width is not None else facts.unknown()), *presents]
 
 
 def _presents(facts: Facts, node: ir.Node, first: int, new: Dim) -> list[Dims | None]:

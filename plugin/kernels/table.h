@@ -62,8 +62,8 @@ struct Kernel {
   // Why a problem within the limits above is left to a later row, or null; the function may be
   // null.
   const char* (*refusal)(const Params&) = nullptr;
-  // Whether it sees to q_bias, k_bias and v_bias; they have been added before where it does not, or
-  // where the function is null.
+  // Whether it sees to q_bias, k_bias and v_bias of data that may be null (then: wherever it lies);
+  // they have been added before where it does not, or where the function is null.
   bool (*adds_biases)(const Params&) = nullptr;
 };
 

@@ -136,8 +136,14 @@ class Decoder:
             if kind not in _TYPES:
                 raise ValueError(f"Generator: '{value.name}' is expected to be float32 or float16, got {kind.lower()}")
         shape, ids = logits.shape, inputs["input_ids"].shape
-        if shape is None or len(shape) != 3 or not isinstance(shape[2], int) or ids is None or shape[1] != ids[1]:
+        if shape is None or len(shape) != 3 or not isinstance(shape[2], int) or ids is None:
             raise ValueError(f"Generator: 'logits' is expected to be (batch, sequence, words), got {shape}")
+        if shape[1] != ids[1]:
+            raise ValueError(
+                f"Generator: 'logits' is expected to have a row for every token of 'input_ids' {ids}, got {shape}: "
+                "export without logits_to_keep, which keeps the last rows alone, padding's in uneven batches; the "
+                "generator has logits made of no other tokens than those it asks for"
+            )
         self.words, self._logits_type = shape[2], _TYPES[_kind(logits)]
         self._shapes = {name: [_size(dim) for dim in inputs[name].shape or ()] for name in caches}
         return logits
@@ -261,7 +267,9 @@ def _weights_in(folder: Path | None, options: onnxruntime.SessionOptions, lent: 
 
 def _need_cuda(providers: list[str]) -> None:
     """Raises a LibraryError unless ONNX Runtime, the library and the machine have CUDA."""
-    why = "pip install onnxruntime-gpu" if "CUDAExecutionProvider" not in providers else cuda_unavailable()
+    why = cuda_unavailable()
+    if "CUDAExecutionProvider" not in providers:
+        why = f"pip install onnxruntime-gpu; and {why}" if why else "pip install onnxruntime-gpu"
     if why is not None:
         raise LibraryError(f"Generator: device='cuda' is not to be had with providers {', '.join(providers)}: {why}")
 

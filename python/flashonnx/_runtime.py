@@ -23,6 +23,10 @@ _INSTALL = "pip install 'onnxruntime>={0}' (CPU) or 'onnxruntime-gpu>={0}' (CUDA
     ".".join(map(str, MINIMUM_ONNXRUNTIME))
 )
 
+BUILD_WITH_CUDA = (
+    "build it where nvcc is, with FLASHONNX_CUDA=ON (CONTRIBUTING.md, Building), or install a wheel with CUDA"
+)
+
 # Which library each SessionOptions already has. Weak: options may be dropped at any time, and pybind objects take no
 # attributes.
 _registered: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
@@ -121,13 +125,15 @@ def default_providers() -> list[str]:
 
 
 def cuda_unavailable() -> str | None:
-    """Why the library's CUDA kernels cannot be used here; None if they can."""
+    """Why the library's CUDA kernels cannot be used here, and what to do where it has none; None if they can."""
     from flashonnx._capi import CUDA, Library
 
     try:
         Library(library_path()).device(CUDA, 0)
-    except (RuntimeError, NotImplementedError, ValueError) as error:
-        return str(error)
+    except NotImplementedError:
+        return f"this build of the library has no CUDA kernels: {BUILD_WITH_CUDA}"
+    except (RuntimeError, OSError, ValueError) as error:
+        return str(error).removeprefix("flashonnx_device_query: ")
     return None
 
 

@@ -166,8 +166,10 @@ def _noting(what: str) -> Iterator[None]:
 
 def _same_names(kind: str, original: list[str], fused: list[str]) -> None:
     if set(original) != set(fused):
+        caches = "cache_lengths" in set(original) ^ set(fused)
+        hint = ": one has caches; compare the tokens that both write (docs/generation.md)" if caches else ""
         raise ValueError(
-            f"verify: {kind}s differ: the original has {sorted(original)}, the fused model {sorted(fused)}"
+            f"verify: {kind}s differ: the original has {sorted(original)}, the fused model {sorted(fused)}{hint}"
         )
 
 

@@ -169,6 +169,7 @@ class Generator:
         """
         max_new_tokens, seed = whole("max_new_tokens", max_new_tokens), whole("seed", seed, 0)
         how, ends = self._draw(temperature, top_k, top_p), stops(stop, self._decoder.words)
+        prompts = [prompts] if isinstance(prompts, (str, bytes)) else prompts  # whose error then shows it
         waiting = deque(self._request(i, prompt, max_new_tokens, seed) for i, prompt in enumerate(prompts))
         result = Generation([[] for _ in waiting], ["length"] * len(waiting))
         result.prompt_tokens = sum(len(request.pending) for request in waiting)

@@ -172,3 +172,42 @@ def test_llama_without_position_ids(opset: int, tmp_path: Path) -> None:
         (got, *_) = session.run(None, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})
         with torch.no_grad():
             np.testing.assert_allclose(got, model(ids, attention_mask=mask)[0].numpy(), atol=1e-5)
+
+
+class Normalised(torch.nn.Module):
+    """As RMS norms of transformers, whose rows of padding may be zeros; 1.000004 is a weight."""
+
+    def __init__(self, epsilon: float) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+
+    def forward(self, x: Any) -> Any:
+        variance = (x * 1.000004).pow(2).mean(-1, keepdim=True)
+        return x * torch.rsqrt(variance + self.epsilon)
+
+
+@pytest.mark.parametrize("opset", [18, 20, 23])
+@pytest.mark.parametrize("epsilon", [1e-8, 1e-12])
+def test_a_small_epsilon(epsilon: float, opset: int, tmp_path: Path) -> None:
+    """The optimizer of onnxscript takes away what it adds: 0 / 0 is NaN then."""
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)) * 1e-4
+    x[1] = 0
+    path = tmp_path / "model.onnx"
+    export(Normalised(epsilon), (x,), path, opset=opset, dynamic_shapes={"x": {0: "rows"}})
+    check(Normalised(epsilon), path, x, atol=1e-6)
+
+
+def test_helium_at_zero(tmp_path: Path) -> None:
+    """A token whose embedding is zero, of which transformers makes zeros."""
+    transformers = pytest.importorskip("transformers")
+    small = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8}
+    config = transformers.HeliumConfig(num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, **small)
+    config.use_cache, config.rms_norm_eps = False, 1e-8
+    model = transformers.HeliumForCausalLM(config).eval()
+    ids = torch.tensor([[0, 0, 5, 17]])
+    with torch.no_grad():
+        model.model.embed_tokens.weight[0] = 0
+        flashonnx.export_onnx(model, (ids,), tmp_path / "model.onnx", dynamic_shapes={"input_ids": {1: "sequence"}})
+        want = model(ids).logits.numpy()
+    session = flashonnx.session(tmp_path / "model.onnx", ["CPUExecutionProvider"])
+    np.testing.assert_allclose(session.run(None, {"input_ids": ids.numpy()})[0], want, atol=2e-5)

@@ -22,10 +22,13 @@ CAPACITY, NEW = 32, 12
 PROMPTS = ([5, 17, 33, 60, 2, 41, 7], [11, 8, 23])
 _CACHED = {name: value for name, value in _GROUPED.items() if name != "use_cache"}
 _GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 99, "n_positions": 64, "bos_token_id": 0}
+_OPT = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "vocab_size": 99, "max_position_embeddings": 64, "init_std": 0.3}  # fmt: skip
 _MORE = {"sliding_window": 4, "head_dim": 8}
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", _CACHED),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", _GPT),
+    "opt": ("OPTForCausalLM", "OPTConfig", _OPT),
     "mistral": ("MistralForCausalLM", "MistralConfig", {**_CACHED, "sliding_window": 4}),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", _CACHED),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**_CACHED, "head_dim": 16}),
@@ -170,7 +173,7 @@ def test_inputs_and_outputs(exported: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt2"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("gpt2", "opt")])
 def test_rotation_is_in_the_operator(name: str, exported: Any) -> None:
     """As halves or as neighbours, of whole heads or of their first part: nothing of it is left in the graph."""
     graph = onnx.load(exported(name)[1]).graph
@@ -246,19 +249,47 @@ def test_back_to_standard_operators(exported: Any, tmp_path: Path) -> None:
 
 
 _PLAIN = {name: value for name, value in _CACHED.items() if name != "num_key_value_heads"}
-_OPT = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+class PositionsOfItsOwn(transformers.OPTForCausalLM):
+    """Counts from the tokens in its cache, whatever positions it is given."""
+
+    def __init__(self) -> None:
+        super().__init__(transformers.OPTConfig(**_OPT))
+
+    def forward(self, input_ids: Any, position_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
+        start = past_key_values.get_seq_length() if past_key_values is not None else 0
+        places = start + torch.arange(input_ids.shape[1], device=input_ids.device)
+        return super().forward(input_ids, position_ids=places[None], past_key_values=past_key_values, **kwargs)
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "no cache": (lambda: transformers.BertModel(transformers.BertConfig(**_PLAIN)), "keeps no keys"),
     "ALiBi": (
         lambda: transformers.BloomForCausalLM(
             transformers.BloomConfig(vocab_size=99, n_layer=2, n_head=4, hidden_size=32)
         ),
-        "does not ask transformers",
+        "grows with the keys",
     ),
-    "positions from a mask": (
-        lambda: transformers.OPTForCausalLM(transformers.OPTConfig(vocab_size=99, **_OPT)),
-        "asks its cache for 'get_seq_length'",
+    "an attention of its own": (
+        lambda: transformers.GPTNeoForCausalLM(
+            transformers.GPTNeoConfig(
+                vocab_size=99, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global"], 2]]
+            )
+        ),
+        "fuse(path, kv_cache=...)",
     ),
+    "a mask of the cache's size": (
+        lambda: transformers.BioGptForCausalLM(transformers.BioGptConfig(**_PLAIN)),
+        "depending on the number of tokens in its cache",
+    ),
+    "experts": (
+        lambda: transformers.MixtralForCausalLM(
+            transformers.MixtralConfig(**_CACHED, num_local_experts=4, experts_implementation="grouped_mm")
+        ),
+        "set_experts_implementation('batched_mm')",
+    ),
+    "positions from the cache's size": (PositionsOfItsOwn, "computes with the number of tokens in its cache"),
     "not of transformers": (lambda: torch.nn.Linear(2, 2), "models of transformers"),
 }
 

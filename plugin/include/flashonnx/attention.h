@@ -194,7 +194,7 @@ FLASHONNX_API flashonnx_status
 flashonnx_attention_supported(const flashonnx_attention_params* params);
 
 // Bytes of workspace (256-byte aligned device memory; host memory for the CPU) that `run` needs for
-// exactly this problem.
+// exactly this problem: with its data where the pointers say or, if they are null, anywhere.
 FLASHONNX_API flashonnx_status
 flashonnx_attention_workspace(const flashonnx_attention_params* params, int64_t* bytes);
 

@@ -3,8 +3,12 @@
 #pragma once
 
 #include "kernels/common/arithmetic.cuh"
+#include "kernels/common/shared_memory.cuh"
 
 namespace flashonnx::sm80 {
+
+using flashonnx::load_matrices, flashonnx::load_shared, flashonnx::shared_address,
+    flashonnx::store_shared;
 
 __device__ __forceinline__ unsigned char* shared_memory() {
   extern __shared__ __align__(128) unsigned char memory[];
@@ -17,10 +21,6 @@ __device__ __forceinline__ uint32_t block_index() {
   uint32_t x;
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
   return x;
-}
-
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
 // Copies 16 bytes between 16-byte aligned addresses, or the first `bytes` (0 to 16) of them and
@@ -43,32 +43,7 @@ __device__ __forceinline__ void prefetch(const void* global) {
   asm volatile("prefetch.global.L1 [%0];" ::"l"(global));
 }
 
-__device__ __forceinline__ void store_shared(uint32_t shared, uint4 x) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(x.x), "r"(x.y),
-               "r"(x.z), "r"(x.w)
-               : "memory");
-}
-
-__device__ __forceinline__ void store_shared(uint32_t shared, uint32_t x) {
-  asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(x) : "memory");
-}
-
-__device__ __forceinline__ uint4 load_shared(uint32_t shared) {
-  uint4 x;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "r"(shared)
-               : "memory");
-  return x;
-}
-
-// Four 8 x 8 matrices; lane l gives the address of row l % 8 of matrix l / 8.
-__device__ __forceinline__ void load_matrices(uint32_t (&x)[4], uint32_t shared) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(shared));
-}
-
+// As load_matrices, each matrix transposed.
 __device__ __forceinline__ void load_matrices_transposed(uint32_t (&x)[4], uint32_t shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])

@@ -6,11 +6,9 @@
 
 #include <cstdint>
 
-namespace flashonnx::sm90 {
+#include "kernels/common/shared_memory.cuh"
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
+namespace flashonnx::sm90 {
 
 // A barrier in shared memory, by its address. It has a phase, 0 at first, that ends when `arrivals`
 // have arrived and all bytes that were announced have landed.
@@ -20,6 +18,20 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals
 
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// As well, but not before `x` is there, so that what it was made of has been loaded: the assembler
+// lets an arrival pass loads whose values are used after it. Either arrival is the same.
+__device__ __forceinline__ void barrier_arrive_after(uint32_t x, uint32_t barrier) {
+  asm volatile(
+      "{\n"
+      ".reg .pred negative;\n"
+      "setp.lt.s32 negative, %1, 0;\n"
+      "@negative mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+      "@!negative mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+      "}\n" ::"r"(barrier),
+      "r"(x)
+      : "memory");
 }
 
 __device__ __forceinline__ void barrier_arrive_expecting(uint32_t barrier, uint32_t bytes) {
@@ -63,6 +75,21 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
+// As well where it may take long: a look takes issue slots.
+__device__ __forceinline__ void barrier_wait_long(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, %2;\n"
+      "@done bra over;\n"
+      "bra again;\n"
+      "over:\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity), "r"(10000000)
+      : "memory");
+}
+
 // Barriers are initialised with ordinary stores; the copy engine is to see them.
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -71,6 +98,19 @@ __device__ __forceinline__ void fence_barrier_init() {
 // Ordinary stores to shared memory before it are seen by tensor cores and copy engine after it.
 __device__ __forceinline__ void fence_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// True, by the only thread of a warp that runs this.
+__device__ __forceinline__ bool is_elected_alone() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred one;\n"
+      "elect.sync _|one, 1;\n"
+      "selp.u32 %0, 1, 0, one;\n"
+      "}\n"
+      : "=r"(elected));
+  return elected != 0;
 }
 
 __device__ __forceinline__ void prefetch(const CUtensorMap* map) {
@@ -89,6 +129,17 @@ __device__ __forceinline__ void copy_box(uint32_t shared, const CUtensorMap* map
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared),
       "l"(map), "r"(barrier), "r"(feature), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+
+// Copies rows of all features of a tensor whose rows are numbered by groups of 8: groups of the
+// box, and in each of them boxes of features side by side.
+__device__ __forceinline__ void copy_whole_rows(uint32_t shared, const CUtensorMap* map,
+                                                uint32_t barrier, int group, int head) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %3, %3, %4, %5}], [%2];" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(0), "r"(group), "r"(head)
       : "memory");
 }
 
@@ -127,34 +178,27 @@ __device__ __forceinline__ void store_matrices(uint32_t shared, const uint32_t (
                : "memory");
 }
 
-// The reverse.
-__device__ __forceinline__ void load_matrices(uint32_t (&x)[4], uint32_t shared) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(shared));
-}
-
-// 16 bytes of shared memory.
-__device__ __forceinline__ uint4 load_chunk(uint32_t shared) {
-  uint4 x;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "r"(shared)
-               : "memory");
-  return x;
-}
-__device__ __forceinline__ void store_chunk(uint32_t shared, uint4 x) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(x.x), "r"(x.y),
-               "r"(x.z), "r"(x.w)
-               : "memory");
-}
-
 // Named barriers: 0 is __syncthreads.
 __device__ __forceinline__ void named_sync(int name, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 __device__ __forceinline__ void named_arrive(int name, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+// Whether it is so for all threads, which wait for each other.
+__device__ __forceinline__ bool named_all(int name, int threads, bool x) {
+  uint32_t all;
+  asm volatile(
+      "{\n"
+      ".reg .pred mine, ours;\n"
+      "setp.ne.u32 mine, %3, 0;\n"
+      "bar.red.and.pred ours, %1, %2, mine;\n"
+      "selp.u32 %0, 1, 0, ours;\n"
+      "}\n"
+      : "=r"(all)
+      : "r"(name), "r"(threads), "r"(static_cast<uint32_t>(x))
+      : "memory");
+  return all != 0;
 }
 
 __device__ __forceinline__ void pause() { asm volatile("nanosleep.u32 0;" ::: "memory"); }

@@ -36,6 +36,27 @@ __device__ __forceinline__ void load_row(const T* from, int dim, int lane,
     x[i] = 32 * i + lane < dim ? to_float(from[32 * i + lane]) : 0.f;
 }
 
+// Of a key, from a mask that is there.
+__device__ __forceinline__ float bias_of_key(const Problem& p, const Plan& plan, const Work& work,
+                                             int query, int key) {
+  const char* at = mask_element(p, plan, work.batch, work.head, query, key);
+  return mask_bias(mask_bits(at, plan.mask_bytes), p.mask_dtype);
+}
+
+// The first key from `key` on that the mask does not hide: a warp looks at 32 at a time, as a row
+// may see few or none.
+__device__ __forceinline__ int next_seen(const Problem& p, const Plan& plan, const Work& work,
+                                         int query, int key, int end, int lane) {
+#pragma unroll 1
+  for (; key < end; key += 32) {
+    const bool is_seen =
+        key + lane < end && bias_of_key(p, plan, work, query, key + lane) != -INFINITY;
+    const uint32_t seen = __ballot_sync(0xffffffffu, is_seen);
+    if (seen != 0) return key + __ffs(seen) - 1;
+  }
+  return end;
+}
+
 // A row of the output, from all lanes: softmax over the keys that it sees.
 template <class T, class C>
 __device__ __forceinline__ void attend_row(const Problem& p, const Plan& plan, const Work& work,
@@ -56,10 +77,13 @@ __device__ __forceinline__ void attend_row(const Problem& p, const Plan& plan, c
   for (int i = 0; i < C::kDim / 32; ++i) output[i] = 0.f;
 #pragma unroll 1
   for (int key = range.lower(query); key < range.upper(query); ++key) {
+    if constexpr (C::kWeights) {
+      key = next_seen(p, plan, work, query, key, range.upper(query), lane);
+      if (key == range.upper(query)) break;
+    }
     float bias = 0.f;
     if (p.mask.data) {
-      const char* at = mask_element(p, plan, work.batch, work.head, query, key);
-      bias = mask_bias(mask_bits(at, plan.mask_bytes), p.mask_dtype);
+      bias = bias_of_key(p, plan, work, query, key);
       if (bias == -INFINITY) continue;
     }
     Slot slot = {0, key};

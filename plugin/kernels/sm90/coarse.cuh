@@ -19,4 +19,10 @@ __device__ __forceinline__ float coarse(float x, float factor) {
   return fabsf(x * factor) > kHuge && fabsf(x) < INFINITY ? coarse(x) : x;
 }
 
+// Whether a row's largest bias is so large, in powers of 2, that scores do not count beside it, as
+// where a row is finfo.min throughout: keys that have it are equals.
+__device__ __forceinline__ bool is_level(float top) {
+  return fabsf(top) > 0x1p53f && fabsf(top) < INFINITY;
+}
+
 }  // namespace flashonnx::sm90

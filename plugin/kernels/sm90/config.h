@@ -12,8 +12,14 @@
 namespace flashonnx::sm90 {
 
 // The masks that a kernel sees to: none; those of keys or bits (packed_mask.h); all, and a soft
-// cap.
-enum class Masks { kNone, kPacked, kGeneral };
+// cap; weights (weights.cuh).
+enum class Masks { kNone, kPacked, kGeneral, kWeights };
+
+// Where a tile of K or V stands in shared memory, in 16 bytes: from 8 rows to the next ones, and
+// from a box of features to the next.
+struct Layout {
+  uint32_t rows, box;
+};
 
 template <int kDim_, int kGroups_, int kKeys_, int kStages_, int kQueryStages_, bool kTurns_,
           Masks kMasks_ = Masks::kNone, int kValueDim_ = kDim_>
@@ -33,6 +39,7 @@ struct Tiling {
   // The general kernel: soft cap, and masks that depend on the query, which come with K.
   static constexpr bool kGeneral = kMasks_ == Masks::kGeneral;
   static constexpr bool kPackedMasks = kMasks_ == Masks::kPacked;
+  static constexpr bool kWeights = kMasks_ == Masks::kWeights;
   static constexpr bool kMarks = kMasks_ != Masks::kNone;  // may skip tiles of keys
   static constexpr bool kGathered = false;
   static constexpr bool kBiased = false;
@@ -53,26 +60,32 @@ struct Tiling {
   static constexpr int kKeyBytes = kKeys * kDim * 2;
   static constexpr int kValueBytes = kKeys * kValueDim * 2;
   static constexpr int kMaskBytes = kGeneral ? kQueries * kKeys * 2 : 0;
+  static constexpr int kWeightBytes = kWeights ? 64 * kKeys * 2 : 0;  // of a group, which has one
   static_assert(!kGeneral || kKeys % 64 == 0);
   static_assert(kKeys % 16 == 0 && kKeys * kBoxRow % 1024 == 0 && kQueries <= 256);
 
   // P is summed up by the tensor cores, as a product with a tile of ones: they have time left at
   // head size 64, where warps are short of issue slots.
   static constexpr bool kOnes = kDim == 64 && !kGeneral;
+  // With weights they have to be, as P gets its weight when it is packed: by small products of
+  // their own where the column of ones has no place beside V.
+  static constexpr bool kOnesApart = kWeights && !kOnes;
+  static constexpr bool kSumsByProducts = kOnes || kOnesApart;
 
   // Exponentials of keys that the diagonal hides from a whole warp are left out. Elsewhere it costs
   // registers (three groups, head size 128) or gains nothing (256).
   static constexpr bool kLeavesOutHidden = kDim == 64 && kGroups == 2 && !kMarks;
 
   // What is rare at the end of a tile of queries has one copy, behind all that is common. With
-  // masks and pages that makes ptxas spill; at head size 64 it costs 2 % of 512 causal tokens.
+  // masks that makes ptxas spill; at head size 64 it costs 2 % of 512 causal tokens, in dense
+  // kernels alone.
   static constexpr bool kSharesSlowEnd = !kMarks && kDim != 64;
 
   // Sums of P say whether a maximum was too low, and half of P of plain tiles is packed beside the
   // exponentials. Without turns groups would fall into step more often (docs: two rhythms), and
   // head size 256 gains nothing by packing.
-  static constexpr bool kSumsBound = kTurns && !kOnes && !kGeneral;
-  static constexpr bool kPacksEarly = kSumsBound && !kMarks && kDim < 256;
+  static constexpr bool kSumsBound = kTurns && !kOnes && !kGeneral && !kWeights;
+  static constexpr bool kPacksEarly = kSumsBound && kDim < 256;
 
   // Queries are copied to registers, where there are some left.
   static constexpr bool kHoldsQueries = kDim == 128 && !kGeneral;
@@ -80,23 +93,33 @@ struct Tiling {
   // Biases of keys are one more product of Q K^T: 16 more features, of which Q's are constants and
   // K's the parts of the bias.
   static constexpr bool kBiasProduct = kPackedMasks;
-  static constexpr int kBiasBytes = kBiasProduct ? 16 : 4;
+  static constexpr int kBiasBytes = kBiasProduct ? 16 : kWeights ? 0 : 4;
+
+  // A layout: box after box. Pages may come as whole rows.
+  static constexpr uint32_t kRowsApart = 8 * kBoxRow / 16, kBoxesApart = kKeys * kBoxRow / 16;
 
   static constexpr int kScores = kKeys / 2;  // of a thread
-  static constexpr int kOutputs = kValueDim / 2 + (kOnes ? 4 : 0);
+  static constexpr int kOutputs = kValueDim / 2 + (kSumsByProducts ? 4 : 0);
 
-  // Shared memory: the stages of Q, K and V, of a mask, a bias per key of each stage, barriers,
-  // what is to be done with each stage of Q, and two places of what was found (visible.cuh).
+  // Shared memory: the stages of Q, K and V, of a mask, weights, a bias per key of each stage,
+  // barriers, what is to be done with each stage of Q, and two places of what was found
+  // (visible.cuh).
   static constexpr int kMaskAt = kQueryStages * kQueryBytes + kStages * (kKeyBytes + kValueBytes);
-  static constexpr int kOnesAt = kMaskAt + kStages * kMaskBytes;
-  static constexpr int kBiasAt = kOnesAt + (kOnes ? 16 * kBoxRow : 0);
+  static constexpr int kWeightsAt = kMaskAt + kStages * kMaskBytes;
+  static constexpr int kOnesAt = kWeightsAt + kGroups * kWeightBytes;
+  static constexpr int kOnesBytes = kOnes ? 16 * kBoxRow : kOnesApart ? 128 : 0;
+  static constexpr int kBiasAt = kOnesAt + kOnesBytes;
   static constexpr int kFactorsAt = kBiasAt + kStages * kKeys * kBiasBytes;
   static constexpr int kBarriersAt = kFactorsAt + (kBiasProduct ? 128 : 0);
-  static constexpr int kBarriers = 2 * kQueryStages + 4 * kStages + 2 * 2;
+  static constexpr int kBarriers =
+      2 * kQueryStages + 4 * kStages + (kWeights ? 2 * kGroups : 0) + 2 * 2;
   static constexpr int kItemBytes = 160;
   static constexpr int kItemsAt = kBarriersAt + (kBarriers * 8 + kStages * 4 + 15) / 16 * 16;
   static constexpr int kFoundAt = kItemsAt + kQueryStages * kItemBytes;
-  static constexpr int kSharedBytes = kFoundAt + 2 * kItemBytes;
+  // What compute-sanitizer takes for read by the product with biases, of which a few bytes are read
+  // again and again, lies inside.
+  static constexpr int kSpareBytes = kBiasProduct ? 2048 : 0;
+  static constexpr int kSharedBytes = kFoundAt + 2 * kItemBytes + kSpareBytes;
   // Dynamic shared memory need not begin at a multiple of what swizzling asks for.
   static constexpr int kAlignment = 1024;
   static_assert(kSharedBytes + kAlignment <= 227 * 1024);
@@ -119,6 +142,9 @@ using Masked128 = Tiling<128, 2, 128, 2, 2, true, Masks::kPacked>;
 using Masked192 = Tiling<192, 2, 96, 2, 1, false, Masks::kPacked>;
 using Masked192x128 = Tiling<192, 2, 128, 2, 1, true, Masks::kPacked, 128>;
 using Masked256 = Tiling<256, 2, 64, 2, 1, true, Masks::kPacked>;
+// With a mask that is packed to weights, in bfloat16.
+using Weighted64 = Tiling<64, 3, 128, 3, 3, true, Masks::kWeights>;     //      192      217 KB
+using Weighted128 = Tiling<128, 2, 128, 2, 2, false, Masks::kWeights>;  //      128      225 KB
 // The general kernel's, with room for masks.
 using General64 = Tiling<64, 3, 128, 2, 2, true, Masks::kGeneral>;    //        192      209 KB
 using General96 = Tiling<96, 2, 128, 2, 2, true, Masks::kGeneral>;    //        128      209 KB
@@ -137,15 +163,15 @@ struct Biased : C {
 template <class C>
 struct Gathered : C {
   static constexpr bool kGathered = true;
-  static constexpr bool kSharesSlowEnd = false;
+  static constexpr bool kSharesSlowEnd = true;
   // Without turns two groups may fall into step and want the tensor cores at the same times, for as
   // long as a tile lasts (docs: two rhythms).
   static constexpr bool kTurns = true;
-  // After what is to be done: tiles that were drawn, their barriers, and pages of 32 boxes of K and
-  // of V.
+  // After what is to be done: tiles that were drawn, their barriers, and where 32 boxes of K and of
+  // V are.
   static constexpr int kItemBytes = 48;
   static constexpr int kDrawnAt = C::kItemsAt + C::kQueryStages * kItemBytes;
-  static constexpr int kPlacesAt = kDrawnAt + (3 * 64 + 5 * 8 + 15) / 16 * 16;
+  static constexpr int kPlacesAt = kDrawnAt + (2 * 64 + 5 * 8 + 15) / 16 * 16;
   static constexpr int kSharedBytes = kPlacesAt + 2 * 32 * 4;
   static_assert(kSharedBytes + C::kAlignment <= 227 * 1024);
 };

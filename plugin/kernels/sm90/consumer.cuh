@@ -7,6 +7,8 @@
 #include "kernels/sm90/epilogue.cuh"
 #include "kernels/sm90/general.cuh"
 #include "kernels/sm90/producer.cuh"
+#include "kernels/sm90/runs.cuh"
+#include "kernels/sm90/weights.cuh"
 
 namespace flashonnx::sm90 {
 
@@ -16,8 +18,9 @@ class Consumer {
 
  public:
   __device__ __forceinline__ Consumer(const Problem& p, const Plan& plan, const CUtensorMap& o_map,
-                                      const Shared<C>& shared, const PackedMask* packed = nullptr)
-      : p_(p), plan_(plan), o_map_(o_map), shared_(shared), packed_(packed) {}
+                                      const Shared<C>& shared, const PackedMask* packed,
+                                      const Layout* layout = nullptr)
+      : p_(p), plan_(plan), o_map_(o_map), shared_(shared), packed_(packed), layout_(layout) {}
 
   __device__ __forceinline__ void run() {
     if (C::kTurns && lane_.group == C::kGroups - 1) end_turn();  // the first turn is group 0's
@@ -37,7 +40,7 @@ class Consumer {
     fence_registers(scores);
     RowState state = weigh_first(mask, scores);
     skip_values();
-    if constexpr (!C::kSharesSlowEnd) clear(output), pack_scores<T, C>(scores, p);
+    if constexpr (!C::kSharesSlowEnd) clear(output), make_p<Look::kBounds>(last_tile_, scores, p);
     while (true) {
       if constexpr (C::kSharesSlowEnd) clear(output), pack_scores<T, C>(scores, p);
       walk(scores, p, output, state);
@@ -58,7 +61,7 @@ class Consumer {
         if constexpr (!C::kSharesSlowEnd) {
           finish_item(done(), queries_.stage_before(), output, state);
           state = next;
-          clear(output), pack_scores<T, C>(scores, p);
+          clear(output), make_p<Look::kBounds>(last_tile_, scores, p);
           continue;
         }
         ending = end_item(done(), output, state);
@@ -129,6 +132,7 @@ class Consumer {
         (end <= span.last_tile * C::kKeys || first_query >= queries_of<C>(p_, item()));
     last_tile_ = span.last_tile - (skips ? 1 : 0);
     if (!skips) return;
+    if (has_weights<C, Look::kBounds>(item(), span.last_tile)) weights_.skip(shared_, lane_here());
     if constexpr (C::kMarks)
       if (marked()) last_tile_ = last_visible(item().marks.visible, last_tile_, span.first_tile);
     barrier_wait(shared_.k_full(keys_.stage()), keys_.round());
@@ -146,14 +150,15 @@ class Consumer {
 
   // Starts Q K^T of the last tile of keys. Returns what it reads of a mask.
   __device__ __forceinline__ uint2 begin_scores(float (&scores)[C::kScores]) {
+    if constexpr (C::kWeights) level_queries<C>(*packed_, item(), lane_, queries(queries_.stage()));
     if constexpr (C::kHoldsQueries)
       hold_queries<C>(queries(queries_.stage()) + lane_.warp * 16 * C::kBoxRow, lane_.lane, held_);
     const auto& q = operand_queries();
     const Descriptor k = described_keys();
-    const BiasOperands biases = bias_operands<Look::kBounds>();
+    const BiasOperands biases = bias_operands<Look::kBounds>(k);
     const uint2 mask = read_mask<Look::kBounds>(last_tile_);
     barrier_wait(shared_.k_full(keys_.stage()), keys_.round());
-    multiply_keys<T, C, C::kBiasProduct>(q, k, biases, scores);
+    multiply_keys<T, C, C::kBiasProduct>(q, k, layout(), biases, scores);
     return mask;
   }
 
@@ -162,24 +167,25 @@ class Consumer {
                                        float (&output)[C::kOutputs], RowState& state) {
     int tile = last_tile_ - 1;
     while (tile >= item().span.first_tile) {
+      const Runs<C> runs = {p_, packed_, has_bits(), shared_, queries_, lane_here(), last_tile_};
       bool biased = C::kGeneral && general().has_row_biases();
       int run = INT_MAX;
-      if constexpr (C::kGathered) biased = item().biased;
-      if constexpr (C::kMarks) {
-        if (marked()) run = next_visible(tile, biased);
-      }
-      const int plain = min(plain_tiles(tile), run);
+      if constexpr (C::kGathered) run = item().misses ? 0 : run;  // pages: no steps for these alone
+      if constexpr (C::kMarks)
+        if (marked()) run = runs.next_visible(tile, biased);
+      int plain = min(runs.plain_tiles(tile), run);
+      if constexpr (C::kPackedMasks)
+        if (plain > 0) plain = runs.near_tiles(tile, plain, biased, state);
       if (plain <= 0) {
         step<Look::kBounds>(tile--, scores, p, output, state);
         continue;
       }
       const int next = tile - plain;
-      if constexpr (C::kPackedMasks) {
+      if constexpr (C::kPackedMasks)
         if (biased && has_bits()) {
           for (; tile > next; --tile) step<Look::kBits>(tile, scores, p, output, state);
           continue;
         }
-      }
       if (biased) {
         for (; tile > next; --tile) step<Look::kBiases>(tile, scores, p, output, state);
       } else {
@@ -189,45 +195,20 @@ class Consumer {
     settle_stores();
   }
 
-  // Goes on to the next tile that is not hidden. Returns how many from there on are either biased
-  // or not; none if one was left out and the values of the tile before need a look at bounds.
-  __device__ __forceinline__ int next_visible(int& tile, bool& biased) const {
-    const Marks& marks = item().marks;
-    const int visible = last_visible(marks.visible, tile, item().span.first_tile);
-    const bool skips = visible != tile;
-    tile = visible;
-    bool has_biases;
-    const int run = visible_run(marks, tile, &has_biases);
-    if (!C::kGeneral) biased = has_biases;
-    return skips && ends_early(item().span) ? 0 : run;
-  }
-
-  // How many tiles from this one on need no look at bounds, nor do the values of those after them.
-  // Made anew each time, which spares registers.
-  __device__ __forceinline__ int plain_tiles(int tile) const {
-    const Span& span = item().span;
-    const int first_query = item().work.first_query + lane_here().group * 64;
-    const int last_query = min(first_query + 63, queries_of<C>(p_, item()) - 1);
-    const int begin = (span.range.lower(last_query) + C::kKeys - 1) / C::kKeys;
-    // The first query has met a key before, too: plain steps count on a maximum.
-    const int end = min((span.range.upper(first_query) - 1) / C::kKeys,
-                        last_tile_ - (ends_early(span) ? 1 : 0));
-    return tile < end ? tile - max(begin, span.first_tile) + 1 : 0;
-  }
-
   // One tile of keys: its Q K^T beside P V of the tile before, then its softmax.
   template <Look kLook>
   __device__ __forceinline__ void step(int tile, float (&scores)[C::kScores],
                                        uint32_t (&p)[C::kScores / 2], float (&output)[C::kOutputs],
                                        RowState& state) {
-    if constexpr (C::kPackedMasks && C::kGroups == 3) queries_.forget();
+    if constexpr ((C::kWeights || (C::kPackedMasks && kLook != Look::kNone)) && C::kGroups == 3)
+      queries_.forget();
     const auto& q = operand_queries();
     const Descriptor k = described_keys(), v = described_values();
-    const BiasOperands biases = bias_operands<kLook>();
+    const BiasOperands biases = bias_operands<kLook>(k);
     const uint2 mask = read_mask<kLook>(tile);
     barrier_wait(shared_.k_full(keys_.stage()), keys_.round());
     begin_turn();
-    multiply_keys<T, C, kMultipliesBiases<kLook>>(q, k, biases, scores);
+    multiply_keys<T, C, kMultipliesBiases<kLook>>(q, k, layout(), biases, scores);
     if constexpr (kLook == Look::kBounds) {
       int before = tile + 1;
       if constexpr (C::kMarks)
@@ -236,15 +217,16 @@ class Consumer {
     } else {
       barrier_wait(shared_.v_full(values_.stage()), values_.round());
     }
-    multiply_values<T, C>(p, v, output);
+    multiply_values<T, C>(p, v, layout(), described_ones<C>(shared_.base), output);
     end_turn();
     settle_stores();
     uint32_t pairs[C::kScores / 2];
     general().template read_early<kLook>(lane_, shared_.mask(keys_.stage()), pairs);
-    const bool near = stays_near<kLook>(mask, state);
+    const bool near = stays_near<kLook>(state);
     wait_products<1>();
     fence_registers(scores);
     if (C::kPacksEarly && near) {
+      if constexpr (kLook == Look::kBits) hide_by_bits<C>(mask, scores);
       release(shared_.k_free(keys_.stage()));
       keys_.advance();
       const auto end_product = [&] { end_values(output); };
@@ -258,16 +240,23 @@ class Consumer {
     if (raise.any) pause();
     end_values(output);
     if (raise.any) rescale<C>(raise, output);
-    pack_scores<T, C>(scores, p);
+    make_p<kLook>(tile, scores, p);
   }
 
+  // P of a tile, packed and weighed.
+  template <Look kLook>
+  __device__ __forceinline__ void make_p(int tile, const float (&scores)[C::kScores],
+                                         uint32_t (&p)[C::kScores / 2]) {
+    pack_scores<T, C>(scores, p);
+    if (has_weights<C, kLook>(item(), tile)) weights_.multiply(shared_, lane_here(), p);
+  }
   __device__ __forceinline__ void begin_last_values(const Item& item,
                                                     const uint32_t (&p)[C::kScores / 2],
                                                     float (&output)[C::kOutputs]) {
     const Span& span = item.span;
     const Descriptor v = described_values();
     wait_for_values(span, span.first_tile);
-    multiply_values<T, C>(p, v, output);
+    multiply_values<T, C>(p, v, layout(), described_ones<C>(shared_.base), output);
   }
   // Waits for the product with V, and lets go of these.
   __device__ __forceinline__ void end_values(float (&output)[C::kOutputs]) {
@@ -284,9 +273,10 @@ class Consumer {
     if (C::kGathered && p_.pages.table) may_be_masked = true;
     bool careful = !C::kGeneral && overflowed(state);
     if (may_be_masked) careful |= holds_nan<C>(output);
+    RowState rows = general().in_powers_of_2(state);
+    if constexpr (C::kWeights) careful |= !add_tops<C>(*packed_, item, lane_here(), output, rows);
     careful = __any_sync(0xffffffffu, careful);
-    return end_rows<T, C>(p_, plan_, lane_here(), item, careful, general().in_powers_of_2(state),
-                          output);
+    return end_rows<T, C>(p_, plan_, lane_here(), item, careful, rows, output);
   }
 
   __device__ __forceinline__ void finish_item(const Item& item, int stage,
@@ -324,6 +314,14 @@ class Consumer {
     uint32_t pairs[C::kScores / 2];
     general().template read_early<Look::kBounds>(lane_, shared_.mask(keys_.stage()), pairs);
     weigh<Look::kBounds>(last_tile_, false, mask, pairs, scores, state);
+    // By bits, rows that are no queries see no key; they shall not keep a group from common steps.
+    if (has_bits()) {
+      const Lane lane = lane_here();
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        if (item().work.first_query + lane.first_row() + 8 * h >= p_.q_length)
+          state.maximum[h] = 0.f;
+    }
     return state;
   }
 
@@ -339,10 +337,8 @@ class Consumer {
                                       shared_.biases(keys_.stage()), pairs, scores);
     } else if (kLook == Look::kBits || (kLook == Look::kBounds && has_bits())) {
       hide_by_bits<C>(mask, scores);
-    } else if (kLook != Look::kNone && adds_biases()) {
-      add_key_biases<C>(lane_here(), factor, 1.f, shared_.biases(keys_.stage()), scores);
-      factor = 1.f;
     }
+    const uint32_t there = keys_there();
     release(shared_.k_free(keys_.stage()));
     keys_.advance();
     int end = C::kKeys;
@@ -352,27 +348,16 @@ class Consumer {
       const int first_query = at.work.first_query + lane_here().group * 64;
       const int last_query = min(first_query + 63, queries_of<C>(p_, at) - 1);
       if (first_key < at.span.range.lower(last_query) ||
-          first_key + C::kKeys > at.span.range.upper(first_query)) {
-        apply_bounds<C>(at.span.range, lane_here(), at.work.first_query, first_key, scores);
+          first_key + C::kKeys > at.span.range.upper(first_query) || ~there != 0) {
+        apply_bounds<C>(at.span.range, lane_here(), at.work.first_query, first_key, there, scores);
         end = at.span.range.upper(first_query_of_warp(at.work) + 15) - first_key;
       }
     }
-    Raise raise;
-    if constexpr (C::kGeneral) {
-      raise = raise_maxima<C>(scores, factor, state);
-      exponentiate_general<C>(factor, scores, state);
-    } else if (!C::kPacksEarly && near) [[likely]] {
-      raise = exponentiate_first<C>(factor, scores, state);
-    } else {
-      raise = raise_maxima<C>(scores, factor, state);
-      if constexpr (kLook == Look::kBounds && C::kLeavesOutHidden) {
-        exponentiate_before<C>(end, factor, scores, state);
-      } else {
-        exponentiate_after<C>(factor, scores, state);
-      }
-    }
+    const Raise raise =
+        exponentiate_tile<C, kLook == Look::kBounds>(near, end, factor, scores, state);
     // Sums that tensor cores make are of rounded P: right for what they divide, too coarse for lse.
-    if (C::kSumsBound ? !near : !C::kOnes || p_.lse.data) add_up(row_sums<C>(scores), state);
+    if (!C::kWeights && (C::kSumsBound ? !near : !C::kOnes || p_.lse.data))
+      add_up(row_sums<C>(scores), state);
     return raise;
   }
 
@@ -380,23 +365,24 @@ class Consumer {
   __device__ __forceinline__ bool has_bits() const {
     return C::kPackedMasks && !plan_.mask_per_key;
   }
-  // What is needed of a tile's mask besides its product: this thread's bits, or the largest bias.
+  // This thread's bits of a tile's mask.
   template <Look kLook>
   __device__ __forceinline__ uint2 read_mask(int tile) const {
     if constexpr (C::kPackedMasks && kLook != Look::kNone) {
-      const int64_t at = int64_t{item().marks.row} * packed_->key_tiles + tile;
+      const int64_t at = int64_t{item().marks.row.index} * packed_->key_tiles + tile;
       if (kLook == Look::kBits || (kLook == Look::kBounds && has_bits()))
         return load_early(packed_->tiles + (at * (2 * C::kQueries) + (threadIdx.x - 128)) * 8);
-      if (kLook == Look::kBiases) return load_early(packed_->top + at);
     }
     return {};
   }
-  // Whether scores will not exceed the maxima by much.
+  // Whether scores will not exceed the maxima by much. It was asked before the run (runs.cuh), but
+  // with bits, of which groups see a tile less or more.
   template <Look kLook>
-  __device__ __forceinline__ bool stays_near(const uint2& mask, const RowState& state) const {
+  __device__ __forceinline__ bool stays_near(const RowState& state) const {
+    if constexpr (kLook == Look::kBits && !C::kPacksEarly)
+      return __all_sync(0xffffffffu, is_near(0.f, state));
     if constexpr (kLook == Look::kBounds || C::kGeneral) return false;
-    if constexpr (!C::kPackedMasks) return kLook == Look::kNone;
-    return is_near(kLook == Look::kBiases ? __uint_as_float(mask.x) : 0.f, state);
+    return C::kPackedMasks || C::kWeights || kLook == Look::kNone;
   }
   // Whether biases are a product.
   template <Look kLook>
@@ -406,20 +392,14 @@ class Consumer {
   // The general kernel's part.
   __device__ __forceinline__ General<T, C> general() const { return {p_, plan_}; }
 
-  // Whether V has rows past the entry's length: gathered, in the last tile, the next one's.
-  __device__ __forceinline__ bool ends_early(const Span& span) const {
-    return span.range.limit < (C::kGathered ? (span.last_tile + 1) * C::kKeys : p_.key_length);
-  }
-
   // Whether tiles of keys have marks.
   __device__ __forceinline__ bool marked() const {
-    return C::kPackedMasks || (C::kGeneral && plan_.mask_per_key);
+    return C::kPackedMasks || C::kWeights || (C::kGeneral && plan_.mask_per_key);
   }
-
-  // Whether biases are added to the tile's products: of pages that are missing.
-  __device__ __forceinline__ bool adds_biases() const {
-    if constexpr (C::kGathered) return item().biased && *shared_.biased(keys_.stage());
-    return false;
+  // Which keys of the tile have pages.
+  __device__ __forceinline__ uint32_t keys_there() const {
+    if constexpr (C::kGathered) return item().misses ? *shared_.present(keys_.stage()) : ~0u;
+    return ~0u;
   }
 
   // Rows of V between the batch entry's length and the tensor's end may hold anything: zeros
@@ -427,8 +407,8 @@ class Consumer {
   __device__ __forceinline__ void wait_for_values(const Span& span, int tile) {
     barrier_wait(shared_.v_full(values_.stage()), values_.round());
     const int limit = max(span.range.limit - tile * C::kKeys, 0);
-    if (limit >= C::kKeys || !ends_early(span)) return;
-    clear_values<C>(shared_.v(values_.stage()), limit);
+    if (limit >= C::kKeys || !ends_early<C>(p_, span)) return;
+    clear_values<C>(shared_.v(values_.stage()), layout(), limit);
     fence_async();
     named_sync(1 + C::kGroups + lane_.group, 128);
   }
@@ -451,21 +431,31 @@ class Consumer {
     if constexpr (C::kHoldsQueries) {
       return (held_);
     } else {
-      return described_by_rows<C>(queries(queries_.stage())).uniform();
+      return described_by_rows<C>(queries(queries_.stage()), C::kRowsApart).uniform();
     }
   }
   __device__ __forceinline__ Descriptor described_keys() const {
-    return described_by_rows<C>(shared_.k(keys_.stage())).uniform();
+    return described_by_rows<C>(shared_.k(keys_.stage()), layout().rows).uniform();
   }
   template <Look kLook>
-  __device__ __forceinline__ BiasOperands bias_operands() const {
-    if (!kMultipliesBiases<kLook>) return {};
-    return {described_by_halves(shared_.bias_factors(), 0).uniform(),
-            described_by_halves(shared_.bias_rows(keys_.stage()), 128).uniform()};
+  __device__ __forceinline__ BiasOperands bias_operands(const Descriptor& keys) const {
+    BiasOperands at = {};
+    if constexpr (kMultipliesBiases<kLook>) {
+      // How far the stage is from the first; known to be the same in all lanes.
+      const uint32_t keys_at = keys.lower - described_by_rows<C>(shared_.k(0), layout().rows).lower;
+      at = {described_by_halves(shared_.bias_factors(), 0),
+            described_by_halves(shared_.bias_rows(0), 128)};
+      at.biases.lower += keys_at / (C::kKeyBytes / (C::kKeys * C::kBiasBytes));
+    }
+    return at;
   }
   __device__ __forceinline__ Descriptor described_values() const {
-    return described_by_features<C>(shared_.v(values_.stage()), shared_.base + C::kOnesAt)
+    return described_by_features<C>(shared_.v(values_.stage()), shared_.base + C::kOnesAt, layout())
         .uniform();
+  }
+  __device__ __forceinline__ Layout layout() const {
+    if constexpr (C::kGathered && C::kBoxes > 1) return *layout_;
+    return {C::kRowsApart, C::kBoxesApart};
   }
 
   // The tile of queries at hand.
@@ -486,12 +476,14 @@ class Consumer {
   const CUtensorMap& o_map_;
   const Shared<C>& shared_;
   const PackedMask* const packed_;
+  const Layout* const layout_;
   const Lane lane_;
   uint32_t held_[C::kHoldsQueries ? C::kDim / 16 : 1][4];  // queries
   int last_tile_;                                          // of keys that this group sees
   bool leaving_ = false;  // rows wait to leave the place of the queries before these
   PackedRing<C::kQueryStages> queries_;
   PackedRing<C::kStages> keys_, values_;
+  Weights<C> weights_;
 };
 
 }  // namespace flashonnx::sm90

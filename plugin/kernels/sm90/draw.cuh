@@ -11,6 +11,23 @@
 
 namespace flashonnx::sm90 {
 
+// As `sequence_of`, where lengths are numbers in the workspace: see resolve.h.
+__device__ __forceinline__ Sequence gathered_sequence(const Problem& p, int batch) {
+  Sequence sequence = {0, 0, p.q_length, 0, p.q_length};
+  if (const int32_t* const first = p.ragged.queries) {
+    sequence.first_query = first[batch];
+    sequence.length = first[batch + 1] - first[batch];
+    sequence.queries = min(sequence.length, p.q_length);
+  }
+  if (const int32_t* const first = p.ragged.keys) {
+    sequence.first_key = first[batch];
+    sequence.keys = min(first[batch + 1] - first[batch], p.key_length);
+  } else {
+    sequence.keys = static_cast<const int32_t*>(p.key_lengths)[batch];
+  }
+  return sequence;
+}
+
 // Tiles are numbered sequence by sequence, and section of heads by section of heads in it: first
 // the same tile of all heads of a section, whose K and V share the L2 cache. Sequences of few keys
 // come last, so that blocks end together. A warp finds the tile of a number; each lane knows how
@@ -24,7 +41,8 @@ class Draw {
 #pragma unroll 1  // a launch begins with this, and code that is not there yet takes long to come
     for (int i = 0; i < gathering_.part; ++i) {
       const int sequence = lane() * gathering_.part + i;
-      if (sequence < gathering_.sequences) longest = max(longest, sequence_of(p_, sequence).keys);
+      if (sequence < gathering_.sequences)
+        longest = max(longest, gathered_sequence(p_, sequence).keys);
     }
     few_keys_ = __reduce_max_sync(0xffffffffu, longest) / 4;
 #pragma unroll 1
@@ -80,7 +98,7 @@ class Draw {
   __device__ __forceinline__ int tiles_of(int index, bool* few) const {
     *few = false;
     if (index >= gathering_.sequences) return 0;
-    const Sequence sequence = sequence_of(p_, index);
+    const Sequence sequence = gathered_sequence(p_, index);
     *few = sequence.keys <= few_keys_;
     return (sequence.queries + C::kQueries - 1) / C::kQueries;
   }
@@ -129,8 +147,6 @@ struct DrawnPlaces {
     static_assert(sizeof(Drawn) == 64);
     return reinterpret_cast<Drawn*>(shared.memory + C::kDrawnAt)[count % 2];
   }
-  // None: zeros.
-  __device__ __forceinline__ Drawn& blank() const { return (&drawn(0))[2]; }
   // There is one; it was taken, for its queries, its keys and its values.
   __device__ __forceinline__ void wait_full(uint32_t count) const {
     barrier_wait(full(count), count / 2 % 2);
@@ -143,7 +159,7 @@ struct DrawnPlaces {
     barrier_wait(taken(count), count / 2 % 2);
   }
   __device__ __forceinline__ uint32_t full(uint32_t count) const {
-    return shared.base + C::kDrawnAt + 3 * sizeof(Drawn) + count % 2 * 8;
+    return shared.base + C::kDrawnAt + 2 * sizeof(Drawn) + count % 2 * 8;
   }
   __device__ __forceinline__ uint32_t taken(uint32_t count) const { return full(count) + 16; }
   // Queries have landed that consumers do not hear of yet.
@@ -154,7 +170,6 @@ struct DrawnPlaces {
       barrier_init(full(place), 1), barrier_init(taken(place), 3);
     }
     barrier_init(landed(), 1);
-    blank() = {};
     fence_barrier_init();
   }
 };
@@ -209,7 +224,7 @@ __device__ __forceinline__ void draw_tiles(const Problem& p, const Plan& plan,
   bool missing = false;  // it misses pages
   uint32_t number = blockIdx.x;
   while (draw.find(plan, number, &work)) {
-    const Sequence sequence = sequence_of(p, work.batch);
+    const Sequence sequence = gathered_sequence(p, work.batch);
     const Span span = span_of<C>(p, work, sequence);
     if (span.first_tile > span.last_tile) {
       store_empty_rows<T, C>(p, work, sequence.first_query,

@@ -3,22 +3,9 @@
 
 #include "kernels/sm90/async.cuh"
 #include "kernels/sm90/careful.cuh"
+#include "kernels/sm90/quad.cuh"
 
 namespace flashonnx::sm90 {
-
-// Transposes 4 x 4 registers over the four threads of a quad: x[j] of thread i becomes x[i] of
-// thread j.
-__device__ __forceinline__ void transpose_in_quad(int quad, uint32_t (&x)[4]) {
-#pragma unroll
-  for (int bit = 1; bit < 4; bit *= 2) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if (j & bit) continue;
-      const uint32_t got = __shfl_xor_sync(0xffffffffu, quad & bit ? x[j] : x[j | bit], bit);
-      (quad & bit ? x[j] : x[j | bit]) = got;
-    }
-  }
-}
 
 // Of a query's row of the output, in elements.
 template <class C>
@@ -150,8 +137,8 @@ __device__ __forceinline__ Ending end_rows(const Problem& p, const Plan& plan, c
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int query = item.work.first_query + lane.first_row() + 8 * h;
-    const float summed = !C::kOnes || p.lse.data ? quad_sum(state.sum[h]) : 0.f;
-    const float sum = C::kOnes ? output[C::kValueDim / 2 + 2 * h] : summed;
+    const float summed = !C::kSumsByProducts || p.lse.data ? quad_sum(state.sum[h]) : 0.f;
+    const float sum = C::kSumsByProducts ? output[C::kValueDim / 2 + 2 * h] : summed;
     sums[h] = sum;
     ending.scale[h] = normaliser(p, item.work.head, state.maximum[h], sum);
     if (!careful && lane.quad == 0 && query < queries_of<C>(p, item))

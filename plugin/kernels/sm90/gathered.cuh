@@ -33,6 +33,8 @@ class Gatherer {
         gathering_(gathering),
         map_(map),
         shared_(shared),
+        values_(values),
+        boxes_(C::kKeys / gathering.rows.divisor),
         places_(reinterpret_cast<int32_t*>(shared.memory + C::kPlacesAt) + (values ? 32 : 0)) {
     prefetch(&map);
   }
@@ -40,58 +42,47 @@ class Gatherer {
   // Waits for the next tile of queries; false if there is none.
   __device__ __forceinline__ bool next() {
     const DrawnPlaces<C> places = {shared_};
-    if (!rehearses_) places.wait_full(count_);
-    const Drawn& drawn = rehearses_ ? places.blank() : places.drawn(count_);
+    places.wait_full(count_);
+    const Drawn& drawn = places.drawn(count_);
     batch_ = drawn.item.work.batch;
     head_ = drawn.item.work.kv_head;
     limit_ = drawn.item.span.range.limit;
     first_tile_ = drawn.item.span.first_tile;
-    tile_ = drawn.item.span.last_tile;
+    last_tile_ = drawn.item.span.last_tile;
     first_key_ = drawn.first_key;
     outer_ = drawn.outer;
-    biased_ = drawn.item.biased;
-    if (!rehearses_) places.take(count_++);
-    if (batch_ < 0) return false;
-    before_ = page_of(chunk());
-    move_to_chunk();
-    return true;
+    misses_ = drawn.item.misses && !values_;
+    places.take(count_++);
+    return batch_ >= 0;
   }
 
-  // Copies the tile of keys at hand, and goes on to the next; false if there is none.
-  __device__ __forceinline__ bool copy(uint32_t to, uint32_t full) {
-    if (is_elected() && !rehearses_) barrier_arrive_expecting(full, C::kKeyBytes);
-    if (p_.pages.table) {
-      if (is_elected() && !rehearses_) copy_pages(to, full);
-    } else if (is_elected() && !rehearses_) {
-      copy_row(to, full, first_key_ + tile_ * C::kKeys, outer_);
+  // Copies all of its keys, last ones first.
+  __device__ __forceinline__ void copy_tiles() {
+    if (p_.pages.table) before_ = page_of(chunk(last_tile_));
+    for (int tile = last_tile_; tile >= first_tile_;) {
+      int end = first_tile_;
+      if (p_.pages.table) {
+        move_to_chunk(chunk(tile));
+        end = max(end, tile & -(32 / boxes_));
+      }
+      for (; tile >= end; --tile) {
+        const uint32_t next = shared_.k_full(1) - shared_.k_full(0), free = next / 2;
+        const uint32_t full =
+            (values_ ? shared_.v_full(0) : shared_.k_full(0)) + ring_.stage * next;
+        barrier_wait(full + free, ring_.round ^ 1);
+        if (is_elected()) copy_tile(tile, full);
+        __syncwarp();
+        ring_.advance();
+      }
     }
-    __syncwarp();
-    const bool begins = first_box() % 32 == 0;
-    if (--tile_ < first_tile_) return false;
-    if (begins) move_to_chunk();
-    return true;
-  }
-
-  // True once: a launch begins with a tile that is not copied, which brings the code to where it
-  // runs while the first one is being found.
-  __device__ __forceinline__ bool rehearsed() {
-    const bool was = rehearses_;
-    rehearses_ = false;
-    return was;
-  }
-
-  // Whether pages are missing, of any of the keys; bit i: that of box i of the tile at hand.
-  __device__ __forceinline__ bool biased() const { return biased_; }
-  __device__ __forceinline__ uint32_t missing() const {
-    return missing_ >> first_box() % 32 & ((1u << boxes()) - 1);
   }
 
  private:
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
-  // Of a tile: a power of two up to 16, so chunks of 32 hold whole tiles.
-  __device__ __forceinline__ int boxes() const { return C::kKeys / gathering_.rows.divisor; }
-  __device__ __forceinline__ int first_box() const { return tile_ * boxes(); }
-  __device__ __forceinline__ int chunk() const { return first_box() / 32; }
+  // Of a tile there are a power of two up to 16, so chunks of 32 hold whole tiles.
+  __device__ __forceinline__ int chunk(int tile) const {
+    return static_cast<uint32_t>(tile * boxes_) / 32;
+  }
   // Of the lane's box.
   __device__ __forceinline__ int key_of(int chunk) const {
     return (chunk * 32 + lane()) * gathering_.rows.divisor;
@@ -100,80 +91,107 @@ class Gatherer {
     return static_cast<uint32_t>(key) < static_cast<uint32_t>(limit_);
   }
 
-  // Boxes of pages, by one lane: up to 8 together, which share what they have in common.
-  __device__ __forceinline__ void copy_pages(uint32_t to, uint32_t full) const {
-    constexpr int kTogether = C::kBoxes == 4 ? 2 : 4;  // rows of boxes; more of them spill
-    const int rows = gathering_.rows.divisor, size = p_.pages.size.divisor;
-    const int32_t* const places = places_ + first_box() % 32;
-    int row = p_.pages.size.rest(first_box() * rows);
-    const auto copy = [&](int place) {
-      copy_row(to, full, row, place);
-      to += rows * C::kBoxRow;
-      row = row + rows == size ? 0 : row + rows;
-    };
-    int i = 0;
-#pragma unroll 1
-    for (; i + kTogether <= boxes(); i += kTogether) {
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j) copy(places[i + j]);
+  // By one lane.
+  __device__ __forceinline__ void copy_tile(int tile, uint32_t full) const {
+    const uint32_t to = (values_ ? shared_.v(0) : shared_.k(0)) + ring_.stage * C::kKeyBytes;
+    if (misses_) *shared_.present(ring_.stage) = present(tile);
+    barrier_arrive_expecting(full, C::kKeyBytes);
+    const int32_t* const places = places_ + static_cast<uint32_t>(tile * boxes_) % 32;
+    if (!p_.pages.table) {
+      copy_rows(to, full, first_key_ + tile * C::kKeys, outer_);
+    } else if (C::kBoxes == 1 || gathering_.whole_rows) {
+      copy_pages(to, full, places);
+    } else {
+      copy_parts(to, full, places);
     }
+  }
+
+  // The tile's boxes of whole rows, each where its page says. Four at a time, so that none waits
+  // for the one before to leave its registers.
+  __device__ __forceinline__ void copy_pages(uint32_t to, uint32_t full,
+                                             const int32_t* place) const {
+    const uint32_t bytes = gathering_.rows.divisor * C::kDim * 2;
+    const int32_t* const end = place + boxes_;
+    const auto copy = [&](int at) {
+      if constexpr (C::kBoxes > 1) {
+        copy_whole_rows(to, &map_, full, at, head_);
+      } else {
+        copy_rows(to, full, at, 0);
+      }
+      to += bytes;
+    };
+    if (boxes_ < 4) {
 #pragma unroll 1
-    for (; i < boxes(); ++i) copy(places[i]);
+      for (; place != end; ++place) copy(*place);
+    } else {
+#pragma unroll 1
+      for (; place != end; place += 4) {
+        const int4 at = *reinterpret_cast<const int4*>(place);
+        copy(at.x), copy(at.y), copy(at.z), copy(at.w);
+      }
+    }
+  }
+
+  // As well where boxes have a part of the features.
+  __device__ __forceinline__ void copy_parts(uint32_t to, uint32_t full,
+                                             const int32_t* place) const {
+    const int32_t* const end = place + boxes_;
+#pragma unroll 1
+    for (; place != end; ++place, to += gathering_.rows.divisor * C::kBoxRow)
+      copy_rows(to, full, *place, 0);
   }
 
   // The boxes that begin at this row of the tile.
-  __device__ __forceinline__ void copy_row(uint32_t to, uint32_t full, int row, int place) const {
+  __device__ __forceinline__ void copy_rows(uint32_t to, uint32_t full, int row, int outer) const {
 #pragma unroll
     for (int box = 0; box < C::kBoxes; ++box) {
-      copy_box(to + box * C::kKeys * C::kBoxRow, &map_, full, box * C::kBox, row, head_, place);
+      copy_box(to + box * C::kKeys * C::kBoxRow, &map_, full, box * C::kBox, row, head_, outer);
     }
   }
 
   __device__ __forceinline__ int32_t page_of(int chunk) const {
     const Pages& pages = p_.pages;
     const int key = key_of(chunk);
-    if (!pages.table || !inside(key)) return -1;
+    if (!inside(key)) return -1;
     return pages.table[batch_ * pages.table_batch + pages.size.quotient(key) * pages.table_page];
   }
 
-  // The pages of the chunk at hand. Outside the tensor there are zeros.
-  __device__ __forceinline__ void move_to_chunk() {
-    if (!p_.pages.table) return;
-    const int place = static_cast<uint32_t>(before_) < p_.pages.count ? before_ : -1;
-    places_[lane()] = place;
-    missing_ = __ballot_sync(0xffffffffu, inside(key_of(chunk())) && place < 0);
-    before_ = page_of(chunk() - 1);
+  // The places of its boxes. Outside the tensor there are zeros.
+  __device__ __forceinline__ void move_to_chunk(int chunk) {
+    const int key = key_of(chunk);
+    const int page = static_cast<uint32_t>(before_) < p_.pages.count ? before_ : -1;
+    places_[lane()] = page * (values_ ? gathering_.v_page : gathering_.k_page) +
+                      static_cast<int>(p_.pages.size.rest(key) >> gathering_.unit_bits);
+    missing_ = __ballot_sync(0xffffffffu, inside(key) && page < 0);
+    before_ = page_of(chunk - 1);
     __syncwarp();
+  }
+
+  // Keys of a tile whose pages are not missing, two bits for 8 of them.
+  __device__ __forceinline__ uint32_t present(int tile) const {
+    constexpr int kBits = C::kKeys / 4;
+    const int bits = kBits / boxes_;  // of a box
+    uint32_t missing = missing_ >> static_cast<uint32_t>(tile * boxes_) % 32, keys = 0;
+#pragma unroll 1
+    for (int at = 0; at < kBits; at += bits, missing >>= 1)
+      if (!(missing & 1)) keys |= 0xffffffffu >> (32 - bits) << at;
+    return keys;
   }
 
   const Problem& p_;
   const Gathering& gathering_;
   const CUtensorMap& map_;
   const Shared<C>& shared_;
-  uint32_t count_ = 0;  // of tiles of queries
-  bool rehearses_ = true;
-  int batch_, head_, limit_, first_tile_, tile_, first_key_, outer_;
-  int32_t* const places_;  // pages of the boxes of the chunk at hand
-  int32_t before_;         // that of the lane's box in the chunk before
-  bool biased_;
+  const bool values_;
+  const int boxes_;        // of a tile of keys
+  int32_t* const places_;  // of the boxes of the chunk at hand
+  uint32_t count_ = 0;     // of tiles of queries
+  Ring<C::kStages> ring_;
+  int batch_, head_, limit_, first_tile_, last_tile_, first_key_, outer_;
+  int32_t before_;    // page of the lane's box in the chunk before
+  bool misses_;       // pages, of any of the keys
   uint32_t missing_;  // boxes of the chunk
 };
-
-// What a missing page adds to the scores of its keys.
-template <class C>
-__device__ __forceinline__ void store_biases(const Gathering& gathering, const Shared<C>& shared,
-                                             int stage, uint32_t missing) {
-  const int lane = threadIdx.x % 32;
-  if (missing != 0) {
-#pragma unroll 1  // rare, and registers are few
-    for (int key = lane; key < C::kKeys; key += 32) {
-      const bool gone = missing >> gathering.rows.quotient(key) & 1;
-      shared.biases(stage)[key] = gone ? -INFINITY : 0.f;
-    }
-  }
-  if (lane == 0) *shared.biased(stage) = missing != 0;
-  __syncwarp();
-}
 
 template <class C>
 __device__ __forceinline__ void copy_queries(const Maps& maps, const Shared<C>& shared,
@@ -221,25 +239,8 @@ __device__ __forceinline__ void produce_rows(const Problem& p, const Gathering& 
                                              bool values) {
   static_assert(C::kKeyBytes == C::kValueBytes);
   Gatherer<C> gatherer(p, gathering, values ? maps.v : maps.k, shared, values);
-  const uint32_t rows = values ? shared.v(0) : shared.k(0);
-  const uint32_t barriers = values ? shared.v_full(0) : shared.k_full(0);
-  const uint32_t next = shared.k_full(1) - shared.k_full(0), free = next / 2;
-  Ring<C::kStages> ring;
-  while (gatherer.next()) {
-    bool more = true;
-    while (more) {
-      const uint32_t full = barriers + ring.stage * next;
-      barrier_wait(full + free, ring.round ^ 1);
-      if (!values && gatherer.biased())
-        store_biases<C>(gathering, shared, ring.stage, gatherer.missing());
-      more = gatherer.copy(rows + ring.stage * C::kKeyBytes, full);
-      if (gatherer.rehearsed()) {
-        wait_for_predecessor();
-        break;
-      }
-      ring.advance();
-    }
-  }
+  wait_for_predecessor();
+  while (gatherer.next()) gatherer.copy_tiles();
 }
 
 // Queries, and what is to be done with them, as early as there is a place: they come from far.
@@ -291,15 +292,15 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   }
   if constexpr (C::kOnes) shared.fill_ones(pack<T>(1.f, 1.f));
   __syncthreads();
-  if (threadIdx.x < 128) {
+  if (threadIdx.x >= 128) {
+    take_registers<C::kConsumerRegisters>();
+    Consumer<T, C>(p, plan, maps.o, shared, nullptr, &gathering.layout).run();
+  } else {
     give_registers<C::kProducerRegisters>();
     let_dependents_launch();  // they have no place here before a block ends
     if (threadIdx.x / 32 < 2) produce_rows<C>(p, gathering, maps, shared, threadIdx.x / 32 == 1);
     if (threadIdx.x / 32 == 2) draw_tiles<T, C>(p, plan, gathering, shared);
     if (threadIdx.x / 32 == 3) produce_queries<C>(p, maps, shared);
-  } else {
-    take_registers<C::kConsumerRegisters>();
-    Consumer<T, C>(p, plan, maps.o, shared).run();
   }
 }
 

@@ -22,16 +22,16 @@ __global__ void __launch_bounds__(C::kThreads, 1)
               const __grid_constant__ PackedMask packed) {
   extern __shared__ unsigned char memory[];
   const Shared<C> shared(memory);
-  const bool marked = C::kPackedMasks || (C::kGeneral && plan.mask_per_key);
+  const bool marked = C::kPackedMasks || C::kWeights || (C::kGeneral && plan.mask_per_key);
   if (threadIdx.x == 0) shared.init_barriers(marked);
   if constexpr (C::kBiased)
     if (threadIdx.x == 0) shared.init_landed_barriers();
-  if constexpr (C::kOnes) shared.fill_ones(pack<T>(1.f, 1.f));
+  if constexpr (C::kSumsByProducts) shared.fill_ones(pack<T>(1.f, 1.f));
   if constexpr (C::kBiasProduct) shared.fill_bias_operands(!plan.mask_per_key);
   if constexpr (C::kMarks) {
     // The kernel that packs its mask.
     if (packed.tile_count > 0) wait_for_predecessor();
-    if (packed.tile_count > 0 && !plan.mask_per_key && !is_meant<C>(packed)) return;
+    if (packed.tile_count > 0 && !plan.mask_per_key && !C::kWeights && !is_meant<C>(packed)) return;
   }
   // The first warp needs nothing that others have set up.
   if (threadIdx.x < 32) {
@@ -45,9 +45,12 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   } else {
     give_registers<C::kProducerRegisters>();
     if (threadIdx.x == 0 && !marked) {
-      if constexpr (!C::kPackedMasks) produce<C, false>(p, plan, schedule, maps, packed, shared);
+      if constexpr (!C::kPackedMasks && !C::kWeights)
+        produce<C, false>(p, plan, schedule, maps, packed, shared);
     } else if (threadIdx.x == 0) {
       if constexpr (C::kMarks) produce<C, true>(p, plan, schedule, maps, packed, shared);
+    } else if (C::kWeights && threadIdx.x == 32) {
+      if constexpr (C::kWeights) produce_weights<C>(packed, shared);
     } else if (marked && threadIdx.x / 32 == 2) {
       if constexpr (C::kMarks) find_tiles<C>(p, plan, schedule, packed, shared);
     }

@@ -2,11 +2,14 @@
 #include "kernels/sm90/launch.h"
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 
 #include "kernels/common/status.h"
 #include "kernels/sm90/gathering.h"
+#include "kernels/sm90/lean.h"
 #include "kernels/sm90/packed_mask.h"
+#include "kernels/sm90/packed_weights.h"
 #include "kernels/sm90/tensor_map.h"
 
 namespace flashonnx::sm90 {
@@ -17,6 +20,10 @@ bool is_present(const flashonnx_tensor& tensor) { return tensor.dtype != FLASHON
 
 bool is_gathered(const Params& params) {
   return is_present(params.cu_seqlens_q) || is_present(params.block_table);
+}
+
+bool is_aligned(const flashonnx_tensor& tensor) {
+  return reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0;
 }
 
 }  // namespace
@@ -32,6 +39,8 @@ const char* refusal(const Params& params) {
     return "caps no scores of ragged batches and pages";
   if (is_present(params.block_table)) {
     if (params.page_size % 8 != 0) return "does pages of a multiple of 8 slots";
+    if (rows_of_page(params, params.k) == 0 || rows_of_page(params, params.v) == 0)
+      return "reads pages at multiples of their rows";
     if (is_present(params.mask)) return "takes no mask with pages";
   }
   if (params.mask.dtype != FLASHONNX_NONE && params.mask.stride[2] != 0 && params.q_length > 1) {
@@ -42,7 +51,8 @@ const char* refusal(const Params& params) {
   }
   // The kernel that packs a mask takes longer than what there is to gain.
   constexpr int64_t kFewKeys = 128;
-  if (is_present(params.mask) && !is_gathered(params) && params.kv_length <= kFewKeys)
+  if (is_present(params.mask) && !is_gathered(params) && params.kv_length <= kFewKeys &&
+      !is_lean(params))
     return "leaves masks of up to 128 keys to kernels that read them as they are";
   // Counted in 32 bits, with the blocks of a round added.
   constexpr int64_t kMostTiles = int64_t{1} << 30;
@@ -54,18 +64,32 @@ const char* refusal(const Params& params) {
 }
 
 // Without a mask, at head size 64. Of K's there is nothing left to do, as softmax does not see what
-// is added to all scores of a row; lse and sinks do.
+// is added to all scores of a row; lse and sinks do. Data of unknown address may lie anywhere, and
+// then there has to be workspace for sums.
 bool adds_biases(const Params& params) {
-  const auto fits = [](const flashonnx_tensor& bias, int64_t heads) {
-    return is_present(bias) && (heads == 1 || bias.stride[1] % 8 == 0);
+  const auto known = [](const flashonnx_tensor& tensor) {
+    return tensor.data != nullptr && is_aligned(tensor);
   };
+  const auto fits = [&](const flashonnx_tensor& bias, int64_t heads) {
+    return is_present(bias) && known(bias) && (heads == 1 || bias.stride[1] % 8 == 0);
+  };
+  if (!known(params.q) || !known(params.k) || !known(params.v)) return false;
   return !is_gathered(params) && !is_present(params.mask) && !is_present(params.lse) &&
          !is_present(params.sinks) && !plan_of(params).all_tiles && params.kv_length > 0 &&
          params.value_dim == 64 && params.head_dim <= 64 && params.head_dim % 8 == 0 &&
          fits(params.q_bias, params.q_heads) && fits(params.v_bias, params.kv_heads);
 }
 
-Gathering gathering_of(const Params& params, int keys, Problem* p, Plan* plan) {
+// The copy engine counts rows in 32 bits.
+int64_t rows_of_page(const Params& params, const flashonnx_tensor& tensor) {
+  if (params.num_pages <= 1) return params.page_size;
+  const int64_t rows = tensor.stride[0] / tensor.stride[2];
+  const bool fits = tensor.stride[0] % tensor.stride[2] == 0 && rows >= params.page_size &&
+                    rows <= std::numeric_limits<int32_t>::max() / params.num_pages;
+  return fits ? rows : 0;
+}
+
+Gathering gathering_of(const Params& params, const Plan& plan, int keys, int boxes, Problem* p) {
   const bool ragged = is_present(params.cu_seqlens_q), paged = is_present(params.block_table);
   Gathering gathering = {};
   // A zero stands behind the first numbers of the workspace: see resolve.h.
@@ -74,6 +98,18 @@ Gathering gathering_of(const Params& params, int keys, Problem* p, Plan* plan) {
   gathering.sequences = static_cast<int32_t>(params.batch);
   gathering.part = (gathering.sequences + 31) / 32;
   gathering.rows = Divider(static_cast<uint32_t>(paged ? std::gcd(params.page_size, keys) : keys));
+  gathering.layout = {64, static_cast<uint32_t>(keys) * 8};
+  if (paged) {
+    const int64_t k_page = rows_of_page(params, params.k), v_page = rows_of_page(params, params.v);
+    gathering.whole_rows = boxes > 1 && params.head_dim % 64 == 0 && params.value_dim % 64 == 0 &&
+                           k_page % 8 == 0 && v_page % 8 == 0;
+    if (gathering.whole_rows) {
+      gathering.unit_bits = 3;
+      gathering.layout = {static_cast<uint32_t>(boxes) * 64, 64};
+    }
+    gathering.k_page = static_cast<int32_t>(k_page >> gathering.unit_bits);
+    gathering.v_page = static_cast<int32_t>(v_page >> gathering.unit_bits);
+  }
   // Causal tiles are taken longest first, over as many heads as have room for K and V in half the
   // L2 cache of a large GPU; else those of one key head, so that neighbours share them.
   constexpr int64_t kSectionBytes = int64_t{32} << 20;
@@ -82,7 +118,7 @@ Gathering gathering_of(const Params& params, int keys, Problem* p, Plan* plan) {
                              : params.kv_length;
   const int64_t bytes = std::max<int64_t>(length * (params.head_dim + params.value_dim) * 2, 1);
   int64_t kv_heads =
-      plan->longest_last ? std::clamp<int64_t>(kSectionBytes / bytes, 1, params.kv_heads) : 1;
+      plan.longest_last ? std::clamp<int64_t>(kSectionBytes / bytes, 1, params.kv_heads) : 1;
   while (params.kv_heads % kv_heads != 0) --kv_heads;
   gathering.section = Divider(static_cast<uint32_t>(kv_heads * (params.q_heads / params.kv_heads)));
   if (ragged) {  // one run of tokens
@@ -90,32 +126,23 @@ Gathering gathering_of(const Params& params, int keys, Problem* p, Plan* plan) {
     p->q.batch = p->o.batch = p->lse.batch = 0;
   }
   if (paged || is_present(params.cu_seqlens_k)) p->k.batch = p->v.batch = 0;
-  plan->mask_per_key = paged;  // a key without a page has a bias
   return gathering;
 }
 
 int64_t workspace(const Params& params) {
-  return is_gathered(params) ? 0 : packed_mask_bytes(params);
+  if (is_gathered(params) || is_lean(params)) return 0;
+  return is_weighed(params) ? weights_bytes(params) : packed_mask_bytes(params);
 }
 int64_t workspace_bound(const Params& maxima) {
   const bool taken = maxima.device.arch == 90 && size_of(maxima.q.dtype) == 2;
-  return taken && !is_gathered(maxima) ? packed_mask_bound(maxima) : 0;
+  if (!taken || is_gathered(maxima)) return 0;
+  return std::max(packed_mask_bound(maxima), weights_bound(maxima));
 }
 
 flashonnx_status launch(const Params& params, void* workspace, void* stream) {
-  const auto aligned = [](const flashonnx_tensor& tensor) {
-    return reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0;
-  };
-  if ((is_present(params.q_bias) || is_present(params.v_bias)) &&
-      !(aligned(params.q) && aligned(params.k) && aligned(params.v) && aligned(params.q_bias) &&
-        aligned(params.v_bias))) {
-    return make_status(FLASHONNX_INVALID_ARGUMENT,
-                       "FlashAttention: Q, K, V and their biases are expected at multiples of 16 "
-                       "bytes where there are biases, got another address");
-  }
   // Selection does not look at data pointers, and without keys there may be none.
-  if (!aligned(params.q) || !aligned(params.k) || !aligned(params.v) || params.kv_length == 0 ||
-      (!aligned(params.mask) && params.mask.stride[2] != 0))
+  if (!is_aligned(params.q) || !is_aligned(params.k) || !is_aligned(params.v) ||
+      params.kv_length == 0 || (!is_aligned(params.mask) && params.mask.stride[2] != 0))
     return sm80::launch(params, workspace, stream);
   const int64_t dim = std::max(params.head_dim, params.value_dim);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
@@ -123,6 +150,11 @@ flashonnx_status launch(const Params& params, void* workspace, void* stream) {
     if (dim <= 64) return launch_gathered_64(params, cuda_stream);
     if (dim <= 128) return launch_gathered_128(params, cuda_stream);
     return launch_gathered_256(params, cuda_stream);
+  }
+  if (is_lean(params)) return launch_lean_64(params, cuda_stream);
+  if (is_weighed(params)) {
+    return dim <= 64 ? launch_weighted_64(params, workspace, cuda_stream)
+                     : launch_weighted_128(params, workspace, cuda_stream);
   }
   if (dim <= 64) return launch_64(params, workspace, cuda_stream);
   if (dim <= 96) return launch_96(params, workspace, cuda_stream);

@@ -9,6 +9,7 @@
 #include "kernels/common/cuda.h"
 #include "kernels/sm90/kernel.cuh"
 #include "kernels/sm90/launch.h"
+#include "kernels/sm90/packed_weights.h"
 #include "kernels/sm90/tensor_map.h"
 
 namespace flashonnx::sm90 {
@@ -66,8 +67,21 @@ flashonnx_status launch_tiling(const Params& params, Plan plan, const PackedMask
     FLASHONNX_RETURN_IF_ERROR(encode_mask_map(params, C::kQueries, C::kKeys, &maps.mask));
   const bool bfloat16 = params.q.dtype == FLASHONNX_BFLOAT16;
   const int sms = params.device.sm_count;
-  return bfloat16 ? launch_kernel<__nv_bfloat16, C>(p, plan, schedule, maps, packed, sms, stream)
-                  : launch_kernel<__half, C>(p, plan, schedule, maps, packed, sms, stream);
+  if constexpr (C::kWeights) {
+    return launch_kernel<__nv_bfloat16, C>(p, plan, schedule, maps, packed, sms, stream);
+  } else {
+    return bfloat16 ? launch_kernel<__nv_bfloat16, C>(p, plan, schedule, maps, packed, sms, stream)
+                    : launch_kernel<__half, C>(p, plan, schedule, maps, packed, sms, stream);
+  }
+}
+
+// By the kernel for weights.
+template <class C>
+flashonnx_status launch_weighted(const Params& params, void* workspace, cudaStream_t stream) {
+  PackedMask packed = {};
+  FLASHONNX_RETURN_IF_ERROR(
+      pack_weights(params, C::kQueries, C::kKeys, workspace, stream, &packed));
+  return launch_tiling<C>(params, plan_of(params), packed, stream);
 }
 
 template <class C, class Masked, class General>

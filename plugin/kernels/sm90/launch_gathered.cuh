@@ -17,16 +17,24 @@ flashonnx_status launch_gathered(const Params& params, cudaStream_t stream) {
   constexpr int kBytes = C::kSharedBytes + C::kAlignment;
   Problem p = problem_of(params);
   Plan plan = plan_of(params);
-  const Gathering gathering = gathering_of(params, C::kKeys, &p, &plan);
+  const Gathering gathering = gathering_of(params, plan, C::kKeys, C::kBoxes, &p);
   const Rows q_rows = query_rows(params), k_rows = key_rows(params);
-  const int box_rows = gathering.rows.divisor;
   Maps maps;
   FLASHONNX_RETURN_IF_ERROR(encode_tensor_map(params.q, q_rows.batch, params.q_heads, q_rows.rows,
                                               params.head_dim, C::kQueries, C::kBox, &maps.q));
-  FLASHONNX_RETURN_IF_ERROR(encode_tensor_map(params.k, k_rows.batch, params.kv_heads, k_rows.rows,
-                                              params.head_dim, box_rows, C::kBox, &maps.k));
-  FLASHONNX_RETURN_IF_ERROR(encode_tensor_map(params.v, k_rows.batch, params.kv_heads, k_rows.rows,
-                                              params.value_dim, box_rows, C::kBox, &maps.v));
+  const auto encode = [&](const flashonnx_tensor& tensor, int64_t dim, CUtensorMap* map) {
+    if (!p.pages.table) {
+      return encode_tensor_map(tensor, k_rows.batch, params.kv_heads, k_rows.rows, dim, C::kKeys,
+                               C::kBox, map);
+    }
+    const int64_t rows = rows_of_page(params, tensor) * (params.num_pages - 1) + params.page_size;
+    const int box_rows = gathering.rows.divisor;
+    return gathering.whole_rows
+               ? encode_whole_rows(tensor, params.kv_heads, rows, dim, box_rows, C::kDim, map)
+               : encode_tensor_map(tensor, 1, params.kv_heads, rows, dim, box_rows, C::kBox, map);
+  };
+  FLASHONNX_RETURN_IF_ERROR(encode(params.k, params.head_dim, &maps.k));
+  FLASHONNX_RETURN_IF_ERROR(encode(params.v, params.value_dim, &maps.v));
   plan.o_vectors &= strides_fit(params.o, q_rows.batch, params.q_heads, q_rows.rows);
   if (plan.o_vectors) {  // a warp's rows
     FLASHONNX_RETURN_IF_ERROR(encode_tensor_map(params.o, q_rows.batch, params.q_heads, q_rows.rows,

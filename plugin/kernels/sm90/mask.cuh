@@ -123,18 +123,19 @@ __device__ __forceinline__ uint32_t bits_before(int end) {
   return ~__funnelshift_lc(0u, ~0u, count);
 }
 
-// By bits, as one instruction makes seven predicates of them.
+// By bits, as one instruction makes seven predicates of them. `present`: of the tile's keys, which
+// may be seen at all, laid out as those bits.
 template <class C>
 __device__ __forceinline__ void apply_bounds(const KeyRange& range, const Lane& lane,
-                                             int first_query, int first_key,
+                                             int first_query, int first_key, uint32_t present,
                                              float (&scores)[C::kScores]) {
   static_assert(C::kScores / 2 <= 32);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int query = (first_query + lane.first_row()) + 8 * h;
     const int first = first_key + 2 * lane.quad;
-    const uint32_t seen =
-        bits_before(range.upper(query) - first) & ~bits_before(range.lower(query) - first);
+    const uint32_t seen = bits_before(range.upper(query) - first) &
+                          ~bits_before(range.lower(query) - first) & present;
 #pragma unroll
     for (int n = 0; n < C::kScores / 4; ++n) {
 #pragma unroll

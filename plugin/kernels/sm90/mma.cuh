@@ -28,6 +28,9 @@ struct Descriptor {
   __device__ __forceinline__ uint64_t plus(uint32_t bytes) const {
     return uint64_t{upper} << 32 | (lower + bytes / 16);
   }
+  __device__ __forceinline__ uint64_t plus_chunks(uint32_t chunks) const {  // of 16 bytes
+    return uint64_t{upper} << 32 | (lower + chunks);
+  }
   // As well; what follows the box stays where it is.
   __device__ __forceinline__ uint64_t plus_before_ones(uint32_t bytes) const {
     return uint64_t{upper} << 32 | (lower + bytes / 16 - (bytes / 16 << 16));
@@ -35,25 +38,32 @@ struct Descriptor {
 };
 
 template <class C>
-constexpr uint32_t kSwizzledRows = (C::kBoxRow == 128 ? 1u : 2u) << 30 | 8 * C::kBoxRow / 16;
+constexpr uint32_t kSwizzled = (C::kBoxRow == 128 ? 1u : 2u) << 30;
 
-// Rows are the operand's rows (queries of A, keys of B), features what is summed over: 16 of them
-// in one product.
+// Rows are the operand's rows (queries of A, keys of B), 8 of them `apart` chunks of 16 bytes from
+// the next, features what is summed over: 16 of them in one product.
 template <class C>
-__device__ __forceinline__ Descriptor described_by_rows(uint32_t shared) {
-  return {(shared & 0x3ffff) >> 4 | 1u << 16, kSwizzledRows<C>};
+__device__ __forceinline__ Descriptor described_by_rows(uint32_t shared, uint32_t apart) {
+  return {(shared & 0x3ffff) >> 4 | 1u << 16, kSwizzled<C> | apart};
 }
 // As well without swizzling: rows of 16 bytes, of which each is both halves of a product's
 // features; `groups` bytes from 8 rows to the next.
 __device__ __forceinline__ Descriptor described_by_halves(uint32_t shared, uint32_t groups) {
   return {(shared & 0x3ffff) >> 4, groups / 16};
 }
+// Of 8 columns, where they are not beside V's: the same 8 rows of ones over and over.
+template <class C>
+__device__ __forceinline__ Descriptor described_ones(uint32_t base) {
+  if (!C::kOnesApart) return {};
+  return described_by_halves(base + C::kOnesAt, 0).uniform();
+}
 // Keys are what is summed over, 16 in one product; features are the columns of B: boxes follow one
 // another, or after the only one comes a column of ones, which is the same for all keys.
 template <class C>
-__device__ __forceinline__ Descriptor described_by_features(uint32_t shared, uint32_t ones) {
-  const uint32_t next = C::kOnes ? ones - shared : uint32_t{C::kKeys * C::kBoxRow};
-  return {(shared & 0x3ffff) >> 4 | next / 16 << 16, kSwizzledRows<C>};
+__device__ __forceinline__ Descriptor described_by_features(uint32_t shared, uint32_t ones,
+                                                            const Layout& layout) {
+  const uint32_t next = C::kOnes ? (ones - shared) / 16 : layout.box;
+  return {(shared & 0x3ffff) >> 4 | next << 16, kSwizzled<C> | layout.rows};
 }
 
 // The instruction of 64 x kColumns x 16 for an element type. SS: A and B in shared memory, columns
@@ -77,6 +87,7 @@ template <class T, int kColumns, gmma::Major M>
 __device__ __forceinline__ constexpr auto register_product() {
   constexpr auto K = gmma::Major::K;
   if constexpr (std::is_same_v<T, __half>) {
+    if constexpr (kColumns == 8) return gmma::MMA_64x8x16_F32F16F16_RS<K, M>{};
     if constexpr (kColumns == 64) return gmma::MMA_64x64x16_F32F16F16_RS<K, M>{};
     if constexpr (kColumns == 72) return gmma::MMA_64x72x16_F32F16F16_RS<K, M>{};
     if constexpr (kColumns == 96) return gmma::MMA_64x96x16_F32F16F16_RS<K, M>{};
@@ -84,6 +95,7 @@ __device__ __forceinline__ constexpr auto register_product() {
     if constexpr (kColumns == 192) return gmma::MMA_64x192x16_F32F16F16_RS<K, M>{};
     if constexpr (kColumns == 256) return gmma::MMA_64x256x16_F32F16F16_RS<K, M>{};
   } else {
+    if constexpr (kColumns == 8) return gmma::MMA_64x8x16_F32BF16BF16_RS<K, M>{};
     if constexpr (kColumns == 64) return gmma::MMA_64x64x16_F32BF16BF16_RS<K, M>{};
     if constexpr (kColumns == 72) return gmma::MMA_64x72x16_F32BF16BF16_RS<K, M>{};
     if constexpr (kColumns == 96) return gmma::MMA_64x96x16_F32BF16BF16_RS<K, M>{};
@@ -121,7 +133,7 @@ struct BiasOperands {
 // in shared memory or, which spares reading them from there for each tile, are held in registers.
 template <class T, class C, bool kBiased, class Queries>
 __device__ __forceinline__ void multiply_keys(const Queries& q, const Descriptor& k,
-                                              const BiasOperands& biases,
+                                              const Layout& layout, const BiasOperands& biases,
                                               float (&scores)[C::kScores]) {
   const auto product = [&]<int... i>(int d, uint64_t b, gmma::ScaleOut out,
                                      std::integer_sequence<int, i...>) {
@@ -140,7 +152,7 @@ __device__ __forceinline__ void multiply_keys(const Queries& q, const Descriptor
 #pragma unroll
   for (int d = 0; d < C::kDim; d += 16) {
     const uint32_t box = d / C::kBox, inside = d % C::kBox * 2;
-    product(d, k.plus(box * C::kKeys * C::kBoxRow + inside),
+    product(d, k.plus_chunks(box * layout.box + inside / 16),
             d == 0 ? gmma::ScaleOut::Zero : gmma::ScaleOut::One,
             std::make_integer_sequence<int, C::kScores>());
   }
@@ -155,22 +167,31 @@ __device__ __forceinline__ void multiply_keys(const Queries& q, const Descriptor
   fence_registers(scores);
 }
 
-// output += P V: one group, under way afterwards.
+// output += P V: one group, under way afterwards. `ones`: for sums apart, 8 columns.
 template <class T, class C>
 __device__ __forceinline__ void multiply_values(const uint32_t (&p)[C::kScores / 2],
-                                                const Descriptor& v, float (&output)[C::kOutputs]) {
+                                                const Descriptor& v, const Layout& layout,
+                                                const Descriptor& ones,
+                                                float (&output)[C::kOutputs]) {
+  constexpr int kColumns = C::kValueDim + (C::kOnes ? 8 : 0);
   const auto product = [&]<int... i>(const uint32_t* a, uint64_t b, gmma::ScaleOut out,
                                      std::integer_sequence<int, i...>) {
-    decltype(register_product<T, 2 * C::kOutputs, gmma::Major::MN>())::fma(a[0], a[1], a[2], a[3],
-                                                                           b, output[i]..., out);
+    decltype(register_product<T, kColumns, gmma::Major::MN>())::fma(a[0], a[1], a[2], a[3], b,
+                                                                    output[i]..., out);
   };
   fence_registers(output);
   begin_products();
 #pragma unroll
   for (int key = 0; key < C::kKeys; key += 16) {
-    const uint32_t offset = key * C::kBoxRow;
-    product(p + key / 4, C::kOnes ? v.plus_before_ones(offset) : v.plus(offset),
-            gmma::ScaleOut::One, std::make_integer_sequence<int, C::kOutputs>());
+    const uint32_t offset = key / 8 * layout.rows;
+    product(p + key / 4, C::kOnes ? v.plus_before_ones(offset * 16) : v.plus_chunks(offset),
+            gmma::ScaleOut::One, std::make_integer_sequence<int, kColumns / 2>());
+    if constexpr (C::kOnesApart) {
+      float* const sum = output + kColumns / 2;
+      decltype(register_product<T, 8, gmma::Major::K>())::fma(
+          p[key / 4], p[key / 4 + 1], p[key / 4 + 2], p[key / 4 + 3], ones.plus(0), sum[0], sum[1],
+          sum[2], sum[3], gmma::ScaleOut::One);
+    }
   }
   commit_products();
   fence_registers(output);

@@ -135,9 +135,10 @@ __global__ void pack_keys(View mask, int64_t mask_key, int dtype, int bytes, int
   const bool is_least = !__syncthreads_or(inside && bias * factor >= -0x1p100f);
   const bool is_ordinary = __syncthreads_or(inside && bias * factor > -0x1p15f);
   if (threadIdx.x > 0) return;
+  const float largest = fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
   packed.marks[tile] = (is_seen ? kSeen : 0) | (is_masked ? kMasked : 0) | (is_least ? kLeast : 0) |
-                       (is_ordinary ? kOrdinary : 0);
-  packed.top[tile] = fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
+                       (is_ordinary ? kOrdinary : 0) | (fabsf(largest) <= 8.f ? kCalm : 0);
+  packed.top[tile] = largest;
 }
 
 int64_t count_of_masks(const Params& params) {

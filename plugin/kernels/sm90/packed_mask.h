@@ -34,8 +34,12 @@ struct PackedMask {
   }
 };
 // Of a tile: some keys are seen; some are hidden or biased; some biases of a mask with a row per
-// query are finite; of one without, all are below -2^100, or some are above -2^15 (powers of 2).
-constexpr int kSeen = 1, kMasked = 2, kBiased = 4, kLeast = 8, kOrdinary = 16;
+// query are finite; of one without, all are below -2^100, or some are above -2^15 (powers of 2), or
+// the largest is between -8 and 8.
+constexpr int kSeen = 1, kMasked = 2, kBiased = 4, kLeast = 8, kOrdinary = 16, kCalm = 64;
+// Of one with weights, where each 16 queries of a tile have marks: some rows are level
+// (coarse.cuh).
+constexpr int kLevel = 32, kWeightMarks = 16;
 
 // What the attention kernel for a mask wants: of a tile, and of a key's bias (4: as float32).
 struct Packing {

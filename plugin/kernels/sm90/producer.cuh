@@ -53,9 +53,11 @@ __device__ __forceinline__ void produce(const Problem& p, const Plan& plan,
   const auto copy_due_values = [&] {
     if (values_tile < 0) return;
     barrier_wait(shared.v_free(values.stage), values.round ^ 1);
-    copy_tile<C, C::kKeys, C::kValueBoxes>(shared.v(values.stage), &maps.v,
-                                           shared.v_full(values.stage), values_tile * C::kKeys,
-                                           values_of.kv_head, values_of.batch);
+    if (!kMarked || is_elected_alone()) {
+      copy_tile<C, C::kKeys, C::kValueBoxes>(shared.v(values.stage), &maps.v,
+                                             shared.v_full(values.stage), values_tile * C::kKeys,
+                                             values_of.kv_head, values_of.batch);
+    }
     values.advance();
     values_tile = -1;
   };
@@ -81,7 +83,39 @@ __device__ __forceinline__ void produce(const Problem& p, const Plan& plan,
     }
     queries.advance();
   };
-  const auto produce_tiles = [&](const Work& work, const Span& span, const Marks* marks) {
+  // One thread runs this. To the compiler it is one of the threads that do, so that what it copies
+  // needs no loop over lanes. What is run for each tile is kept short: an instruction of this warp
+  // is one that consumers do not issue.
+  const auto produce_seen = [&](const Item& item) {
+    if (C::kQueryStages == 1) copy_due_values();
+    constexpr int kBytes = C::kKeys * C::kBiasBytes;
+    const int first_tile = item.span.first_tile, kv_head = item.work.kv_head;
+    const int batch = item.work.batch;
+    int tile = item.span.last_tile;
+    const uint32_t first_in_row = item.marks.row.index * packed.key_tiles;
+    while (tile >= first_tile) {
+      const int end = tile - min(visible_run(item.marks, tile), tile - first_tile + 1);
+      for (; tile > end; --tile) {
+        barrier_wait(shared.k_free(keys.stage), keys.round ^ 1);
+        const uint32_t full = shared.k_full(keys.stage);
+        if (is_elected_alone()) {
+          if (!C::kWeights && plan.mask_per_key) {
+            barrier_expect(full, kBytes);
+            copy_bytes(shared.bias_rows(keys.stage),
+                       packed.tiles + int64_t{first_in_row + tile} * kBytes, kBytes, full);
+          }
+          copy_tile<C, C::kKeys, C::kBoxes>(shared.k(keys.stage), &maps.k, full, tile * C::kKeys,
+                                            kv_head, batch);
+        }
+        keys.advance();
+        if (tile == item.span.last_tile) hand_out(item.work, item.span, &item.marks);
+        copy_due_values();
+        values_of.kv_head = kv_head, values_of.batch = batch, values_tile = tile;
+      }
+      tile = last_visible(item.marks.visible, tile, first_tile);
+    }
+  };
+  const auto produce_tiles = [&](const Work& work, const Span& span) {
     // With one place for queries, the next ones wait until there is nothing left to do with these.
     if (C::kQueryStages == 1) copy_due_values();
     int tile = span.last_tile;
@@ -94,41 +128,58 @@ __device__ __forceinline__ void produce(const Problem& p, const Plan& plan,
                        work, tile * C::kKeys);
         }
       }
-      if constexpr (kMarked) {
-        if (plan.mask_per_key) {
-          constexpr int kBytes = C::kKeys * C::kBiasBytes;
-          const int64_t at = int64_t{marks->row} * packed.key_tiles + tile;
-          barrier_expect(shared.k_full(keys.stage), kBytes);
-          copy_bytes(shared.bias_rows(keys.stage), packed.tiles + at * kBytes, kBytes,
-                     shared.k_full(keys.stage));
-        }
-      }
       copy_tile<C, C::kKeys, C::kBoxes>(shared.k(keys.stage), &maps.k, shared.k_full(keys.stage),
                                         tile * C::kKeys, work.kv_head, work.batch);
       keys.advance();
-      if (tile == span.last_tile) hand_out(work, span, marks);
+      if (tile == span.last_tile) hand_out(work, span, nullptr);
       copy_due_values();
       values_of = work, values_tile = tile;
       --tile;
-      if constexpr (kMarked) tile = last_visible(marks->visible, tile, span.first_tile);
     }
   };
   if constexpr (kMarked) {
     Found<C> found(shared);
     while (found.next()->work.batch >= 0) {
-      const Item& item = *found.next();
-      produce_tiles(item.work, item.span, &item.marks);
+      produce_seen(*found.next());
       found.done();
     }
   } else {
     for (int turn = 0; turn < schedule.turns; ++turn) {
       Work work;
       if (!schedule.work(turn, blockIdx.x, gridDim.x, C::kQueries, &work)) continue;
-      produce_tiles(work, span_of<C>(p, work), nullptr);
+      produce_tiles(work, span_of<C>(p, work));
     }
   }
   copy_due_values();
   hand_out({-1, 0, 0, 0}, {}, nullptr);
+}
+
+// By one thread: the weights of masked tiles, for each group as soon as it has done with those
+// before.
+template <class C>
+__device__ __forceinline__ void produce_weights(const PackedMask& packed, const Shared<C>& shared) {
+  Found<C> found(shared);
+  uint32_t round = 0;
+  while (found.next()->work.batch >= 0) {
+    const Item& item = *found.next();
+    const int64_t row = int64_t{item.marks.row.index} * packed.key_tiles;
+    int tile = item.span.last_tile;
+    while (tile >= item.span.first_tile) {
+      if (is_biased(item.marks, tile)) {
+        const unsigned char* const from =
+            packed.tiles + (row + tile) * C::kGroups * C::kWeightBytes;
+        for (int group = 0; group < C::kGroups; ++group) {
+          barrier_wait(shared.w_free(group), round ^ 1);
+          barrier_arrive_expecting(shared.w_full(group), C::kWeightBytes);
+          copy_bytes(shared.weights(group), from + group * C::kWeightBytes, C::kWeightBytes,
+                     shared.w_full(group));
+        }
+        round ^= 1;
+      }
+      tile = last_visible(item.marks.visible, tile - 1, item.span.first_tile);
+    }
+    found.done();
+  }
 }
 
 // By one warp: which tiles of keys each tile of queries sees.
@@ -145,13 +196,16 @@ __device__ __forceinline__ void find_tiles(const Problem& p, const Plan& plan,
     const int block = plan.mask_per_key ? blockIdx.x : (blockIdx.x + turn / 2 * 37) % blocks;
     if (turn < schedule.turns && !schedule.work(turn, block, blocks, C::kQueries, &work)) continue;
     // It is a tile of queries ahead, and looking there all the time would cost consumers 5 %.
-    while (!barrier_passed(shared.found_free(count % 2), count / 2 % 2 ^ 1)) __nanosleep(500);
+    barrier_wait_long(shared.found_free(count % 2), count / 2 % 2 ^ 1);
     Item* const item = shared.found(count % 2);
     __syncwarp();
-    if (first_lane) item->work = work, item->marks.row = packed.row_of(p, work, C::kQueries);
+    if (first_lane) {
+      item->work = work;
+      item->marks.row = {static_cast<uint32_t>(packed.row_of(p, work, C::kQueries))};
+    }
     if (work.batch >= 0) {
       Span span = span_of<C>(forgotten(p), work);
-      copy_marks<C>(p, packed, work, span, &item->marks);
+      const bool calm = copy_marks<C>(p, packed, work, span, &item->marks);
       __syncwarp();
       const int last = last_visible(item->marks.visible, span.last_tile, span.first_tile);
       const bool all_hidden = last < span.first_tile && span.first_tile <= span.last_tile;
@@ -162,7 +216,12 @@ __device__ __forceinline__ void find_tiles(const Problem& p, const Plan& plan,
         item->marks.visible[span.last_tile / 32] |= 1u << span.last_tile % 32;
       __syncwarp();
       span.first_tile = first_visible(item->marks.visible, span.first_tile, span.last_tile);
-      if (first_lane) item->span = span;
+      if (first_lane) {
+        item->span = span;
+        item->marks.row.steady =
+            calm && !all_hidden && sees_alike<C>(forgotten(p), work, span.range, last);
+      }
+      compare_marks(&item->marks, span.first_tile, span.last_tile);
     }
     barrier_arrive(shared.found_full(count++ % 2));
   }

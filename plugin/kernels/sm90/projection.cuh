@@ -35,10 +35,10 @@ __device__ __forceinline__ void add_to_queries(const T* bias, int dim, int threa
     for (int row = 0; row < C::kQueries; row += 4 * kRows, at += 4 * kRows * C::kBoxRow) {
       uint4 x[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) x[i] = load_chunk(at + i * kRows * C::kBoxRow);
+      for (int i = 0; i < 4; ++i) x[i] = load_shared(at + i * kRows * C::kBoxRow);
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        store_chunk(at + i * kRows * C::kBoxRow, add_elements<T>(x[i], add));
+        store_shared(at + i * kRows * C::kBoxRow, add_elements<T>(x[i], add));
     }
   }
 }

@@ -85,11 +85,18 @@ struct Span {
 
 constexpr int kMarkedTiles = 480;
 
+// Of tiles, in the packed mask. Steady: scores stay near the maxima of the first tile that is met.
+// Uniform: all tiles but that one are visible, and all of them biased, or none. Level, with
+// weights: some rows are (coarse.cuh).
+struct MaskRow {
+  uint32_t index : 28, steady : 1, uniform : 1, biased : 1, level : 1;
+};
+
 // What a mask that does not depend on the query does to tiles of keys: see visible.cuh.
 struct Marks {
   uint32_t visible[kMarkedTiles / 32];
   uint32_t biased[kMarkedTiles / 32];
-  int32_t row;  // of tiles, in the packed mask
+  MaskRow row;
 };
 
 // What the producer tells the consumers to do.
@@ -105,7 +112,7 @@ struct alignas(16) GatheredItem {
   Span span;
   int32_t queries;  // of the sequence
   int32_t token;    // row of its first query
-  int32_t biased;   // pages are missing
+  int32_t misses;   // pages, of some keys
 };
 
 template <class C>

@@ -32,10 +32,14 @@ struct Shared {
   __device__ __forceinline__ uint32_t mask(int stage) const {
     return base + C::kMaskAt + stage * C::kMaskBytes;
   }
+  // Of a group's queries, for the tile of keys at hand.
+  __device__ __forceinline__ uint32_t weights(int group) const {
+    return base + C::kWeightsAt + group * C::kWeightBytes;
+  }
   // By all threads; `pair` is two of them.
   __device__ __forceinline__ void fill_ones(uint32_t pair) const {
-    static_assert(!C::kOnes || 16 * C::kBoxRow / 8 <= C::kThreads);
-    if (C::kOnes && threadIdx.x < 16 * C::kBoxRow / 8)
+    static_assert(C::kOnesBytes / 8 <= C::kThreads);
+    if (threadIdx.x < C::kOnesBytes / 8)
       reinterpret_cast<uint2*>(memory + C::kOnesAt)[threadIdx.x] = {pair, pair};
     fence_async();
   }
@@ -58,9 +62,9 @@ struct Shared {
       reinterpret_cast<uint4*>(memory + C::kBiasAt)[i] = {};
     fence_async();
   }
-  // Whether one of the stage's biases is not 0.
-  __device__ __forceinline__ int* biased(int stage) const {
-    return reinterpret_cast<int*>(memory + C::kBarriersAt + 8 * C::kBarriers) + stage;
+  // Which of the stage's keys have pages: see mask.cuh.
+  __device__ __forceinline__ uint32_t* present(int stage) const {
+    return reinterpret_cast<uint32_t*>(memory + C::kBarriersAt + 8 * C::kBarriers) + stage;
   }
 
   __device__ __forceinline__ ItemOf<C>* item(int stage) const {
@@ -83,11 +87,13 @@ struct Shared {
   }
   __device__ __forceinline__ uint32_t v_full(int stage) const { return k_full(C::kStages + stage); }
   __device__ __forceinline__ uint32_t v_free(int stage) const { return k_free(C::kStages + stage); }
+  __device__ __forceinline__ uint32_t w_full(int group) const { return v_full(C::kStages + group); }
+  __device__ __forceinline__ uint32_t w_free(int group) const { return v_free(C::kStages + group); }
   __device__ __forceinline__ uint32_t found_full(int place) const {
-    return v_full(C::kStages + place);
+    return w_full((C::kWeights ? C::kGroups : 0) + place);
   }
   __device__ __forceinline__ uint32_t found_free(int place) const {
-    return v_free(C::kStages + place);
+    return w_free((C::kWeights ? C::kGroups : 0) + place);
   }
   // In place of the last ones where queries get a bias before they are handed on: there is no mask.
   __device__ __forceinline__ uint32_t q_landed(int stage) const {
@@ -100,15 +106,18 @@ struct Shared {
     fence_barrier_init();
   }
   // By one thread, before any other uses them. Consumers let go of Q by thread, as all read what is
-  // to be done with it, and of K and V by warp. `marked`: a warp finds tiles for the producer.
+  // to be done with it, of weights too, which all read, and of K and V by warp. `marked`: a warp
+  // finds tiles for the producer.
   __device__ __forceinline__ void init_barriers(bool marked) const {
     for (int i = 0; i < C::kBarriers; ++i) {
       const int consumers = C::kGroups * (i < 2 * C::kQueryStages ? 128 : 4);
       barrier_init(barrier(i), i % 2 ? consumers : 1);
     }
+    for (int group = 0; C::kWeights && group < C::kGroups; ++group)
+      barrier_init(w_free(group), 128);
     for (int place = 0; marked && place < 2; ++place) {
       barrier_init(found_full(place), 32);
-      barrier_init(found_free(place), 1);
+      barrier_init(found_free(place), C::kWeights ? 2 : 1);
     }
     fence_barrier_init();
   }
@@ -119,13 +128,15 @@ struct Shared {
 
 // A tile's rows of V from `first` on become zeros, by a warpgroup.
 template <class C>
-__device__ __forceinline__ void clear_values(uint32_t tile, int first) {
+__device__ __forceinline__ void clear_values(uint32_t tile, const Layout& layout, int first) {
   constexpr int kChunks = C::kBoxRow / 16;
   const uint32_t at = tile + threadIdx.x % kChunks * 16;
   for (int row = first + threadIdx.x % 128 / kChunks; row < C::kKeys; row += 128 / kChunks) {
 #pragma unroll
     for (int box = 0; box < C::kValueBoxes; ++box) {
-      const uint32_t to = at + (box * C::kKeys + row) * C::kBoxRow;
+      uint32_t to = at + (box * C::kKeys + row) * C::kBoxRow;
+      if constexpr (C::kGathered)
+        to = at + (row / 8 * layout.rows + box * layout.box) * 16 + row % 8 * C::kBoxRow;
       asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
     }
   }

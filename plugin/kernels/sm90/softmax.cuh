@@ -112,12 +112,12 @@ __device__ __forceinline__ void exponentiate(float factor, float (&scores)[C::kS
 }
 
 // Whether a tile's scores, of which the largest bias is `top`, will not exceed the maxima by more
-// than those of a tile without a mask do. In all lanes of a warp.
+// than those of a tile without a mask do.
 __device__ __forceinline__ bool is_near(float top, const RowState& state) {
   constexpr float kRise = 64.f;
   const float low = fminf(state.maximum[0], state.maximum[1]);
   const float high = fmaxf(state.maximum[0], state.maximum[1]);
-  return __all_sync(0xffffffffu, low >= fmaxf(top - kRise, -kHuge) && high <= kHuge);
+  return low >= fmaxf(top - kRise, -kHuge) && high <= kHuge;
 }
 
 // As well after `raise_maxima`, where maxima may be huge.
@@ -247,6 +247,24 @@ __device__ __forceinline__ void exponentiate_general(float factor, float (&score
     for (int i = 0; i < C::kScores; ++i)
       scores[i] = exp2_approximate(fmaf(scores[i], factor, minus[i / 2 % 2]));
   }
+}
+
+// From a tile's scores to P, in place. `near`: P may be made first, maxima then. `kBounds`: no row
+// of the warp sees keys from `end` on.
+template <class C, bool kBounds>
+__device__ __forceinline__ Raise exponentiate_tile(bool near, int end, float factor,
+                                                   float (&scores)[C::kScores], RowState& state) {
+  if (!C::kGeneral && !C::kPacksEarly && near) [[likely]]
+    return exponentiate_first<C>(factor, scores, state);
+  const Raise raise = raise_maxima<C>(scores, factor, state);
+  if constexpr (C::kGeneral) {
+    exponentiate_general<C>(factor, scores, state);
+  } else if constexpr (kBounds && C::kLeavesOutHidden) {
+    exponentiate_before<C>(end, factor, scores, state);
+  } else {
+    exponentiate_after<C>(factor, scores, state);
+  }
+  return raise;
 }
 
 // P as the A operand: accumulators of two 8-column groups are one 16-key operand.

@@ -3,7 +3,11 @@ set(FLASHONNX_SM90_SOURCES
   kernels/sm90/launch.cpp
   kernels/sm90/tensor_map.cpp
   kernels/sm90/packed_mask.cu
+  kernels/sm90/packed_weights.cu
+  kernels/sm90/weighted64.cu
+  kernels/sm90/weighted128.cu
   kernels/sm90/dim64.cu
+  kernels/sm90/lean64.cu
   kernels/sm90/dim96.cu
   kernels/sm90/dim128.cu
   kernels/sm90/dim192.cu

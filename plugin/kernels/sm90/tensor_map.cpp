@@ -36,6 +36,17 @@ flashonnx_status encoder(Encode* encode) {
   return cuda_status(found.error, "sm90: cuTensorMapEncodeTiled of the driver");
 }
 
+CUtensorMapDataType type_of(const flashonnx_tensor& tensor) {
+  return tensor.dtype == FLASHONNX_FLOAT16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                           : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+}
+
+flashonnx_status encoded(CUresult result) {
+  if (result == CUDA_SUCCESS) return ok();
+  return make_status(FLASHONNX_RUNTIME_ERROR, "sm90: cuTensorMapEncodeTiled: CUDA error %d",
+                     static_cast<int>(result));
+}
+
 flashonnx_status encode_map(const flashonnx_tensor& tensor, CUtensorMapDataType type, int64_t batch,
                             int64_t heads, int64_t rows, int64_t dim, int box_rows,
                             int box_features, CUtensorMap* map) {
@@ -57,9 +68,7 @@ flashonnx_status encode_map(const flashonnx_tensor& tensor, CUtensorMapDataType 
       encode(map, type, 4, tensor.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
              box_features * element == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result == CUDA_SUCCESS) return ok();
-  return make_status(FLASHONNX_RUNTIME_ERROR, "sm90: cuTensorMapEncodeTiled: CUDA error %d",
-                     static_cast<int>(result));
+  return encoded(result);
 }
 
 }  // namespace
@@ -87,10 +96,24 @@ bool mask_strides_fit(const flashonnx_tensor& mask, int64_t batch, int64_t heads
 flashonnx_status encode_tensor_map(const flashonnx_tensor& tensor, int64_t batch, int64_t heads,
                                    int64_t rows, int64_t dim, int box_rows, int box_features,
                                    CUtensorMap* map) {
-  const CUtensorMapDataType type = tensor.dtype == FLASHONNX_FLOAT16
-                                       ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                       : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  return encode_map(tensor, type, batch, heads, rows, dim, box_rows, box_features, map);
+  return encode_map(tensor, type_of(tensor), batch, heads, rows, dim, box_rows, box_features, map);
+}
+
+flashonnx_status encode_whole_rows(const flashonnx_tensor& tensor, int64_t heads, int64_t rows,
+                                   int64_t dim, int box_rows, int box_features, CUtensorMap* map) {
+  Encode encode = nullptr;
+  FLASHONNX_RETURN_IF_ERROR(encoder(&encode));
+  const auto size = [](int64_t x) { return static_cast<cuuint64_t>(x); };
+  // Features, rows of a group, boxes of features, groups, heads.
+  const cuuint64_t row = size(tensor.stride[2] * 2), head = size(tensor.stride[1] * 2);
+  const cuuint64_t sizes[] = {64, 8, size(dim / 64), size(rows / 8), size(heads)};
+  const cuuint64_t strides[] = {row, 128, 8 * row, heads > 1 ? head : 16};
+  const cuuint32_t box[] = {64, 8, static_cast<cuuint32_t>(box_features / 64),
+                            static_cast<cuuint32_t>(box_rows / 8), 1};
+  const cuuint32_t steps[] = {1, 1, 1, 1, 1};
+  return encoded(encode(map, type_of(tensor), 5, tensor.data, sizes, strides, box, steps,
+                        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
 }
 
 flashonnx_status encode_mask_map(const Params& params, int box_rows, int box_keys,

@@ -18,6 +18,11 @@ flashonnx_status encode_tensor_map(const flashonnx_tensor& tensor, int64_t batch
                                    int64_t rows, int64_t dim, int box_rows, int box_features,
                                    CUtensorMap* map);
 
+// As well of (heads, rows, dim), `dim` a multiple of 64, for boxes of whole rows, `box_features` of
+// them: 8 rows of 64 features, the next 64 of the same 8, and so on.
+flashonnx_status encode_whole_rows(const flashonnx_tensor& tensor, int64_t heads, int64_t rows,
+                                   int64_t dim, int box_rows, int box_features, CUtensorMap* map);
+
 // As well for a mask that depends on the query: elements of one byte or of Q's type, keys side by
 // side, strides of 0 where heads or batch entries share it.
 bool mask_strides_fit(const flashonnx_tensor& mask, int64_t batch, int64_t heads, int64_t rows);

@@ -46,7 +46,12 @@ __device__ __forceinline__ int first_visible(const uint32_t* marks, int tile, in
   return min(tile, last + 1);
 }
 
-// How many tiles down from a visible one are visible, and as it is biased or not.
+// How many tiles down from a visible one are visible, as far as a word of marks tells.
+__device__ __forceinline__ int visible_run(const Marks& marks, int tile) {
+  if (tile >= kMarkedTiles) return tile - kMarkedTiles + 1;
+  return __clz(~(marks.visible[tile / 32] << (31 - tile % 32)));
+}
+// As well, and as it is biased or not.
 __device__ __forceinline__ int visible_run(const Marks& marks, int tile, bool* biased) {
   *biased = true;
   if (tile >= kMarkedTiles) return tile - kMarkedTiles + 1;
@@ -56,31 +61,76 @@ __device__ __forceinline__ int visible_run(const Marks& marks, int tile, bool* b
   return __clz(~(visible & (*biased ? with : ~with)));
 }
 
+// Whether keys of a visible tile are masked.
+__device__ __forceinline__ bool is_biased(const Marks& marks, int tile) {
+  return tile >= kMarkedTiles || (marks.biased[tile / 32] >> tile % 32 & 1) != 0;
+}
+
+// Of a tile in a row of them; with weights each 16 queries have marks of their own.
+template <class C>
+__device__ __forceinline__ int marks_of(const uint8_t* row, int tile) {
+  if (!C::kWeights) return row[tile];
+  const uint4 x = reinterpret_cast<const uint4*>(row)[tile];
+  uint32_t any = x.x | x.y | x.z | x.w;
+  any |= any >> 16;
+  return (any | any >> 8) & 0xff;
+}
+
 // Fills in the marks of a tile of queries up to the last tile that its span has, by a warp. Keys
 // with the least biases count as hidden where each of the queries sees others: their P is 0.
+// Returns whether all visible tiles are calm.
 template <class C>
-__device__ __forceinline__ void copy_marks(const Problem& p, const PackedMask& packed,
+__device__ __forceinline__ bool copy_marks(const Problem& p, const PackedMask& packed,
                                            const Work& work, const Span& span, Marks* marks) {
   const int lane = threadIdx.x % 32;
-  const uint8_t* const from =
-      packed.marks + int64_t{packed.row_of(p, work, C::kQueries)} * packed.key_tiles;
+  const uint8_t* const from = packed.marks + int64_t{packed.row_of(p, work, C::kQueries)} *
+                                                 packed.key_tiles *
+                                                 (C::kWeights ? kWeightMarks : 1);
+  if (C::kWeights && (marks_of<C>(from, span.last_tile) & kLevel) && lane == 0)
+    marks->row.level = 1;
   const int last_query = min(work.first_query + C::kQueries, p.q_length) - 1;
   const int first_whole = (span.range.lower(last_query) + C::kKeys - 1) / C::kKeys;
   const int end_whole = span.range.upper(work.first_query) / C::kKeys;
   const int end = min(span.last_tile + 1, kMarkedTiles);
-  bool ordinary = false;
+  bool ordinary = false, calm = true;
 #pragma unroll 1
   for (int tile = first_whole + lane; tile < min(end, end_whole); tile += 32)
-    ordinary |= (from[tile] & kOrdinary) != 0;
+    ordinary |= (marks_of<C>(from, tile) & kOrdinary) != 0;
   ordinary = __any_sync(0xffffffffu, ordinary);
 #pragma unroll 1
   for (int i = span.first_tile / 32; 32 * i < end; ++i) {
-    const int mark = 32 * i + lane < end ? from[32 * i + lane] : 0;
+    const int mark = 32 * i + lane < end ? marks_of<C>(from, 32 * i + lane) : 0;
     const bool is_seen = (mark & kSeen) && !(ordinary && (mark & kLeast));
     const uint32_t seen = __ballot_sync(0xffffffffu, is_seen);
     const uint32_t masked = __ballot_sync(0xffffffffu, mark & kMasked);
     if (lane == 0) marks->visible[i] = seen, marks->biased[i] = masked;
+    calm &= !is_seen || (mark & kCalm);
   }
+  return __all_sync(0xffffffffu, calm) != 0 && span.last_tile < kMarkedTiles;
+}
+
+// Says in `marks` whether tiles from `first` on to the one before `last` are alike. By a warp.
+__device__ __forceinline__ void compare_marks(Marks* marks, int first, int last) {
+  const int lane = threadIdx.x % 32;
+  const int begin = max(first - 32 * lane, 0), end = min(last - 32 * lane, 32);
+  const bool any = begin < end && lane < kMarkedTiles / 32;
+  const uint32_t tiles = any ? (~0u >> (32 - (end - begin))) << begin : 0;
+  const uint32_t visible = any ? marks->visible[lane] : 0, biased = any ? marks->biased[lane] : 0;
+  const bool all_visible = __all_sync(0xffffffffu, (tiles & ~visible) == 0);
+  const bool all_biased = __all_sync(0xffffffffu, (tiles & ~biased) == 0);
+  const bool none_biased = __all_sync(0xffffffffu, (tiles & biased) == 0);
+  if (lane > 0) return;
+  marks->row.uniform = all_visible && (all_biased || none_biased) && last < kMarkedTiles;
+  marks->row.biased = !none_biased;
+}
+
+// Whether all queries of a tile see the same keys of this tile of keys, as structure has it.
+template <class C>
+__device__ __forceinline__ bool sees_alike(const Problem& p, const Work& work,
+                                           const KeyRange& range, int tile) {
+  const int last_query = min(work.first_query + C::kQueries, p.q_length) - 1;
+  return range.lower(last_query) <= tile * C::kKeys &&
+         range.upper(work.first_query) >= min((tile + 1) * C::kKeys, p.key_limit);
 }
 
 // What was found, for one that uses it.

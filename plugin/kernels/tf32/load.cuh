@@ -7,7 +7,7 @@
 
 namespace flashonnx::tf32 {
 
-using sm80::copy_async, sm80::copy_wait, sm80::load_matrices, sm80::load_shared, sm80::store_shared;
+using sm80::copy_async, sm80::copy_wait;
 using sm80::Lane, sm80::RowState, sm80::Scores;
 
 // A row holds kDim floats in chunks of 16 bytes; chunk c stands at c ^ swizzle(row). ldmatrix, with

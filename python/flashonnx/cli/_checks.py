@@ -18,6 +18,7 @@ import numpy as np
 _DRIVER = 580  # of CUDA 13, with which wheels are built
 _GLIBC = (2, 34)
 _PLUGIN_TIMEOUT = 120  # seconds
+_KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 
 
 @dataclass
@@ -116,8 +117,8 @@ def library() -> Check:
 
 def driver() -> Check:
     """NVIDIA's driver, by cuda-python where it is installed, else by what the kernel module says."""
-    file = Path("/proc/driver/nvidia/version")
-    version = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", file.read_text()) if file.is_file() else None
+    there = _KERNEL_MODULE.is_file()
+    version = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", _KERNEL_MODULE.read_text()) if there else None
     try:
         from cuda.bindings import driver as cuda
     except ImportError as error:
@@ -149,19 +150,22 @@ def device() -> Check:
     """The GPUs, as cuda-python and the library see them."""
     import flashonnx
     from flashonnx._capi import CUDA, Library
+    from flashonnx._runtime import BUILD_WITH_CUDA
 
     names = device_names()
     try:
         seen = Library(flashonnx.library_path()).device(CUDA, 0)
     except flashonnx.LibraryError:
         return Check("device", "absent", ", ".join(names) or "not looked for: there is no library")
+    except NotImplementedError:
+        if not names and not _KERNEL_MODULE.is_file():
+            return Check("device", "absent", "no GPU seen, and no CUDA kernels in this build of the library")
+        found = f"{', '.join(names) or 'a driver, so perhaps a GPU'}; no CUDA kernels in this build of the library"
+        return Check("device", "warning" if names else "absent", found, f"for GPUs: {BUILD_WITH_CUDA}")
     except (RuntimeError, OSError) as error:
         state = "wrong" if names else "absent"
         why = _line(error).removeprefix("flashonnx_device_query: ")
         return Check("device", state, ", ".join(names) or why, why if names else "")
-    except NotImplementedError as error:
-        state = "warning" if names else "absent"
-        return Check("device", state, ", ".join(names) or _line(error), f"{_line(error)}: build it with CUDA")
     what = f"compute capability {seen.arch // 10}.{seen.arch % 10}, {seen.sm_count} multiprocessors"
     found = f"{', '.join(names) or 'a GPU'} ({what})"
     if seen.arch < 80:
@@ -238,14 +242,14 @@ def _session(name: str, provider: str) -> Check:
     import warnings
 
     import flashonnx
-    from flashonnx._runtime import cuda_unavailable
+    from flashonnx._runtime import BUILD_WITH_CUDA, cuda_unavailable
 
     try:
         import onnxruntime as ort
 
         if provider not in ort.get_available_providers():
-            gpu = "onnxruntime-gpu" in map(str.lower, _installed())
-            todo = "" if gpu else "for a GPU: pip install 'onnxruntime-gpu[cuda,cudnn]' in place of onnxruntime"
+            useless = "onnxruntime-gpu" in _installed() or BUILD_WITH_CUDA in (cuda_unavailable() or "")
+            todo = "" if useless else "for a GPU: pip install 'onnxruntime-gpu[cuda,cudnn]' in place of onnxruntime"
             return Check(name, "absent", "this ONNX Runtime has no such provider", todo)
         try:
             flashonnx.library_path()
@@ -302,11 +306,13 @@ def _tensorrt(name: str, module: str) -> Check:
     """The plugin is registered in a process of its own, as a broken installation may end it."""
     import importlib.util
 
-    if importlib.util.find_spec(module) is None:
-        package = module.replace("_", "-")
-        return Check(name, "absent", "not installed", f"for engines: pip install {package}")
+    there = importlib.util.find_spec(module) is not None
     if not _has_plugin():
-        return Check(name, "absent", f"{_version(module) or 'installed'}, but there is no plugin for it in the library")
+        found = f"{_version(module) or 'installed'}, but" if there else "not installed, and"
+        headers = "build the library with CUDA and TensorRT's headers (CONTRIBUTING.md, Building)" if there else ""
+        return Check(name, "absent", f"{found} no plugin for it in this build of the library", headers)
+    if not there:
+        return Check(name, "absent", "not installed", f"for engines: pip install {module.replace('_', '-')}")
     done = subprocess.run(
         [sys.executable, "-c", _REGISTER.format(module=module)],
         capture_output=True, text=True, timeout=_PLUGIN_TIMEOUT, check=False,

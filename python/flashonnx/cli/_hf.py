@@ -45,6 +45,8 @@ def example(folder: str, class_name: str | None, sizes: Mapping[str, int]) -> di
         part = getattr(module, "config", None)
         if part is not None and hasattr(part, "use_cache"):
             part.use_cache = False
+    if hasattr(model, "set_experts_implementation"):  # there is no operator of ONNX for the default
+        model.set_experts_implementation("batched_mm")
     inputs, axes = _inputs(model, _SIZES | dict(sizes))
     return {"model": model, "kwargs": inputs, "dynamic_shapes": axes}
 
@@ -75,6 +77,9 @@ def _inputs(model: Any, sizes: Mapping[str, int]) -> tuple[dict[str, Any], dict[
         bins, frames = getattr(config, "num_mel_bins", 80), 2 * getattr(config, "max_source_positions", 1500)
         inputs["input_features"] = torch.randn((batch, bins, frames), generator=generator)
         axes["input_features"] = {0: "batch"}
+    elif "input_values" in taken and config.model_type == "audio-spectrogram-transformer":
+        spectrogram = (batch, config.max_length, config.num_mel_bins)
+        inputs["input_values"], axes["input_values"] = torch.randn(spectrogram, generator=generator), {0: "batch"}
     elif "input_values" in taken and model.main_input_name == "input_values":
         inputs["input_values"] = torch.randn((batch, 16000), generator=generator)
         axes["input_values"] = {0: "batch", 1: "samples"}

@@ -197,10 +197,11 @@ def _model(
         if path is not None:
             files.load(path)  # says what is wrong with it
     fused_before = _has_nodes(original)
-    if fused_before and fused is not None and not _has_nodes(fused):
+    if fused is not None and not _has_nodes(fused):
+        swapped = f"{original} has nodes of flashonnx and {fused} has none"
         raise ValueError(
-            f"bench: the original is expected first, the fused file second, but {original} has nodes of flashonnx "
-            f"and {fused} has none"
+            "bench: the original is expected first, the fused file second, but "
+            + (swapped if fused_before else f"{fused} has no nodes of flashonnx")
         )
     if fused is None:
         step("fusing")
@@ -208,9 +209,11 @@ def _model(
         report = flashonnx.fuse(original, fused)[1]
         if not report.fused:
             raise ValueError(f"bench: no attention of {original} was fused, so there is nothing to compare: {report}")
-    feeds, varied = _feeds(original, batch, fixed)
+    feeds, varied, others = _feeds(original, batch, fixed)
     if not varied and wanted:
-        raise ValueError(f"bench: --lengths: no axis of an input of {original} varies, so there is one length alone")
+        given = ", ".join(f"{name}={size}" for name, size in others.items())
+        why = f"no axis of an input of {original} varies" + (f" beside {given}" if given else "")
+        raise ValueError(f"bench: --lengths: {why}, so there is one length alone")
     wanted = (wanted or _lengths(_LENGTHS[device])) if varied else [FIXED]
     answers: dict[int, list[Any]] = {}
 
@@ -221,8 +224,9 @@ def _model(
     contenders = model_contenders(original, fused, feeds, device, threads, name)
     order = [contenders[1], contenders[0]]  # the original's answers come first, for comparison
     results = measure(order, wanted, device, budget, wrong=judge)
-    title = f"{original.name}, by {' = '.join(varied)}" if varied else f"{original.name}, whose shapes are fixed"
-    return title, results
+    by = [f"by {' = '.join(varied)}"] if varied else []
+    at = [f"at {', '.join(f'{name}={size}' for name, size in others.items())}"] if others else []
+    return f"{original.name}, {' '.join(by + at) or 'whose shapes are fixed'}", results
 
 
 def _has_nodes(model: Path) -> bool:
@@ -233,8 +237,10 @@ def _has_nodes(model: Path) -> bool:
     return is_fused(onnx.load(model, load_external_data=False))
 
 
-def _feeds(model: Path, batch: int, fixed: Mapping[str, int]) -> tuple[Callable[[int], Mapping[str, Any]], list[str]]:
-    """Inputs by length, and the dimensions that are that length."""
+def _feeds(
+    model: Path, batch: int, fixed: Mapping[str, int]
+) -> tuple[Callable[[int], Mapping[str, Any]], list[str], dict[str, int]]:
+    """Inputs by length, the dimensions that are that length, and the sizes of the others that have a name."""
     import onnx
 
     from flashonnx._inputs import generate, input_specs, is_batch, is_ends, sums, symbols_of
@@ -251,12 +257,13 @@ def _feeds(model: Path, batch: int, fixed: Mapping[str, int]) -> tuple[Callable[
     if batch > 1 and not (batches or ends):
         raise ValueError(f"bench: --batch: the inputs of {model} have no batch that varies")
 
+    others = dict.fromkeys(batches, batch) | dict(fixed)
+
     def feeds(length: int) -> Mapping[str, Any]:
-        sizes = dict(fixed) | dict.fromkeys(batches, batch) | dict.fromkeys(varied, length)
-        sizes |= dict.fromkeys(ends, batch + 1)
+        sizes = others | dict.fromkeys(ends, batch + 1) | dict.fromkeys(varied, length)
         return next(generate(specs, {name: [value] for name, value in sizes.items()}))[1]
 
-    return feeds, varied
+    return feeds, varied, others
 
 
 def _differs(outputs: list[Any], expected: list[Any]) -> str:

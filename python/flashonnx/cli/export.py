@@ -14,7 +14,7 @@ import typer
 
 from flashonnx.cli._files import check_writable, report_files
 from flashonnx.cli._output import Json, lengths, working
-from flashonnx.cli.fuse import KINDS, Portable, ReportOption, Strict, tell
+from flashonnx.cli.fuse import KINDS, Joined, Portable, ReportOption, Strict, tell
 
 HF = "hf:"
 
@@ -61,6 +61,7 @@ def export(
     ] = None,
     report: ReportOption = None,
     portable: Portable = True,
+    join_projections: Joined = True,
     strict: Strict = False,
     json: Json = False,
 ) -> None:
@@ -92,7 +93,8 @@ def export(
             arguments = {name: arguments[name] for name in ("model", "opset") if name in arguments}
             arguments["kv_cache"] = kv_cache.value
         model, args = arguments.pop("model"), arguments.pop("args", ())
-        done = flashonnx.export_onnx(model, tuple(args), output, portable=portable, **arguments)
+        arguments |= {"portable": portable, "join_projections": join_projections}
+        done = flashonnx.export_onnx(model, tuple(args), output, **arguments)
     tell(done, files, output, json, {})
     if strict and done.fused < done.total:
         raise typer.Exit(1)
@@ -108,7 +110,8 @@ def _called(source: str) -> dict[str, Any]:
 
     name, separator, function = source.rpartition(":")
     if not separator or not name or not function:
-        raise ValueError(f"export: the source is expected as hf:FOLDER or module:function, got '{source}'")
+        folder = f": for a model of transformers in that folder write hf:{source}" if Path(source).is_dir() else ""
+        raise ValueError(f"export: the source is expected as hf:FOLDER or module:function, got '{source}'{folder}")
     module = _imported(name)
     made: Any = module
     for part in function.split("."):

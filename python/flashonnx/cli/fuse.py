@@ -48,6 +48,12 @@ TargetOption = Annotated[
 Portable = Annotated[
     bool, typer.Option("--portable/--no-portable", help="Add function bodies for runtimes without the library.")
 ]
+Joined = Annotated[
+    bool,
+    typer.Option(
+        "--join-projections/--no-join-projections", help="One product makes Q, K and V where weights are constant."
+    ),
+]
 Strict = Annotated[bool, typer.Option("--strict", help="Exit with 1 unless every attention is fused.")]
 
 
@@ -67,12 +73,7 @@ def fuse(
             "--kv-cache", help="Past keys that are joined with new ones become caches: other inputs and outputs."
         ),
     ] = None,
-    join_projections: Annotated[
-        bool,
-        typer.Option(
-            "--join-projections/--no-join-projections", help="One product makes Q, K and V where weights are constant."
-        ),
-    ] = True,
+    join_projections: Joined = True,
     explain: Annotated[
         list[str] | None,
         typer.Option("--explain", metavar="NODE", help="Say all about the attention that this node is part of."),

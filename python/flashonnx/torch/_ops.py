@@ -79,9 +79,9 @@ def _run(p: Problem, y: Tensor, options: dict[str, Any]) -> None:
     library, device = _library(), p.q.device
     q, k, v, past_k, past_v = (_dense_rows(x) for x in (p.q, p.k, p.v, p.past_key, p.past_value))
     sinks = None if p.sinks is None else p.sinks.float()
-    biases = (
-        {} if p.biases is None else dict(zip(("q_bias", "k_bias", "v_bias"), map(_dense_rows, p.biases), strict=True))
-    )
+    biases: dict[str, Any] = {}
+    if p.biases is not None:
+        biases = dict(zip(("q_bias", "k_bias", "v_bias"), map(_dense_rows, p.biases), strict=True))
     params = attention_params(
         library, _device(device.type, device.index or 0), q, k, v, y, mask=p.mask, past_k=past_k, past_v=past_v,
         key_lengths=p.lengths, sinks=sinks, **biases, **options,

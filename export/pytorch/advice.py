@@ -1,0 +1,40 @@
+"""What to do where torch cannot export a model of transformers, in words."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+_RETURNS_CACHE = (
+    "The model returns its cache: set model.config.use_cache = False before the export, or make the caches inputs and "
+    'outputs by kv_cache="static" or "paged".'
+)
+_EXPORTABLE, _GROUPED = "batched_mm", "grouped_mm"
+
+
+def advice(model: Any, error: BaseException) -> str:
+    """What to change about `model`, whose export failed with `error`; "" where that is not known."""
+    return _RETURNS_CACHE if "transformers.cache_utils" in str(error) else of_experts(model, error)
+
+
+def of_experts(model: Any, error: BaseException) -> str:
+    """Likewise, of a mixture of experts whose products have no ONNX form."""
+    if "transformers" not in sys.modules:
+        return ""
+    from transformers import PreTrainedModel
+
+    for module in getattr(model, "modules", list)():
+        if not isinstance(module, PreTrainedModel) or not _has_experts(module):
+            continue
+        found = getattr(module.config, "_experts_implementation", None)
+        if found != _EXPORTABLE and (found != _GROUPED or _GROUPED in str(error)):
+            return (
+                f"{type(module).__name__} is a mixture of experts that runs them as {found!r}, which has no ONNX form; "
+                f"expected {_EXPORTABLE!r}: call model.set_experts_implementation({_EXPORTABLE!r}) before the export. "
+                "That copies the chosen experts' weights for every token, so run long prompts in chunks"
+            )
+    return ""
+
+
+def _has_experts(module: Any) -> bool:
+    return bool(getattr(module, "_can_set_experts_implementation", bool)())

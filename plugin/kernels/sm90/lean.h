@@ -1,0 +1,16 @@
+// Launches of few or short tiles, up to head size 64: see lean.cuh.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "flashonnx/status.h"
+#include "kernels/table.h"
+
+namespace flashonnx::sm90 {
+
+// Whether they are done sooner so.
+bool is_lean(const Params& params);
+
+flashonnx_status launch_lean_64(const Params& params, cudaStream_t stream);
+
+}  // namespace flashonnx::sm90
