@@ -17,7 +17,8 @@ Plan plan_of(const Params& params) {
   if (plan.longest_last) {
     const int64_t bytes =
         std::max<int64_t>(params.kv_length * (params.head_dim + params.value_dim) * 2, 1);
-    section = std::clamp<int64_t>(kSectionBytes / bytes * group, 1, heads);
+    // Without batch entries there are no heads.
+    section = std::clamp<int64_t>(kSectionBytes / bytes * group, 1, std::max<int64_t>(heads, 1));
     while (heads % section != 0) --section;
   }
   plan.section = Divider(static_cast<uint32_t>(section));

@@ -83,6 +83,7 @@ bool adds_biases(const Params& params) {
 // The copy engine counts rows in 32 bits.
 int64_t rows_of_page(const Params& params, const flashonnx_tensor& tensor) {
   if (params.num_pages <= 1) return params.page_size;
+  if (tensor.stride[2] == 0) return 0;
   const int64_t rows = tensor.stride[0] / tensor.stride[2];
   const bool fits = tensor.stride[0] % tensor.stride[2] == 0 && rows >= params.page_size &&
                     rows <= std::numeric_limits<int32_t>::max() / params.num_pages;

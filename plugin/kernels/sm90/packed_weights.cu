@@ -149,7 +149,7 @@ bool is_weighed(const Params& params) {
   // Packing takes some µs, and about as long as one head that uses what was packed.
   const int64_t heads = params.batch * params.q_heads, masks = masks_of(params);
   return masks < 65536 && heads >= 4 * masks &&
-         heads * params.q_length >= (int64_t{1} << 22) / params.kv_length &&
+         heads * params.q_length >= (int64_t{1} << 22) / std::max<int64_t>(params.kv_length, 1) &&
          bytes_of(params) <= kMostBytes;
 }
 
