@@ -82,10 +82,10 @@ def test_more_tiles_than_marks(library: Library) -> None:
         _check(library, case, fill)
 
 
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
 @pytest.mark.parametrize("fill", ("causal", "documents", "anticausal"))
 def test_additive(fill: str, head_dim: int) -> None:
-    """Of Q's type: packed as well if all is 0 or -inf, which is found on the device, else added."""
+    """Of Q's type: weights of P up to head size 128; beyond, bits if all is 0 or -inf, which is found on the device."""
     torch = pytest.importorskip("torch")
     import flashonnx.torch  # noqa: F401
 
@@ -95,11 +95,14 @@ def test_additive(fill: str, head_dim: int) -> None:
     index = np.arange(length)
     seen = torch.from_numpy(FILLS[fill](index[:, None], index[None], np.random.default_rng(0))).cuda()[None, None]
     bias = torch.zeros(1, 1, length, length, device="cuda", dtype=torch.bfloat16).masked_fill(~seen, -torch.inf)
-    expected = torch.ops.flashonnx.attention(q, k, v, attn_mask=seen)
-    assert torch.equal(torch.ops.flashonnx.attention(q, k, v, attn_mask=bias), expected)
-    bias[..., 700, 500] = 3.0
-    for head in (0, heads - 1):
-        scores = q[0, head].double() @ k[0, head].double().T / head_dim**0.5 + bias[0, 0].double()
-        reference = scores.softmax(-1).nan_to_num(0) @ v[0, head].double()
-        got = torch.ops.flashonnx.attention(q, k, v, attn_mask=bias)[0, head]
-        assert (got.double() - reference).abs().max() < 0.02
+    if head_dim > 128:
+        expected = torch.ops.flashonnx.attention(q, k, v, attn_mask=seen)
+        assert torch.equal(torch.ops.flashonnx.attention(q, k, v, attn_mask=bias), expected)
+    for more in (None, 3.0):
+        if more:
+            bias[..., 700, 500] = more
+        got = torch.ops.flashonnx.attention(q, k, v, attn_mask=bias)
+        for head in (0, heads - 1):
+            scores = q[0, head].double() @ k[0, head].double().T / head_dim**0.5 + bias[0, 0].double()
+            reference = scores.softmax(-1).nan_to_num(0) @ v[0, head].double()
+            assert (got[0, head].double() - reference).abs().max() < 0.02
