@@ -11,6 +11,7 @@ import onnx_ir as ir
 # has these tolerances.
 _NEUTRAL = {"Add": 0.0, "Sub": 0.0, "Mul": 1.0, "Div": 1.0}
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-8
+_SAME = ("Cast", "CastLike", "Identity")  # of a number, also in another type
 
 
 def export(module: Any, args: tuple[Any, ...], options: dict[str, Any]) -> ir.Model:
@@ -37,16 +38,18 @@ def keep_small_numbers(model: ir.Model) -> None:
             continue
         for i, other in ((0, node.inputs[1]), (1, node.inputs[0])):
             number = _scalar(node.inputs[i])
-            is_vector = other is not None and other.shape is not None and len(other.shape) > 0
-            if number is None or number == neutral or not is_vector:
+            if number is None or number == neutral or other is None or other.shape is None:
                 continue
             if math.isclose(number, neutral, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE):
                 node.replace_input_with(i, _as_vector(node, node.inputs[i]))
+                if len(other.shape) == 0:
+                    _squeeze(node)
+                break
 
 
 def _scalar(value: ir.Value | None) -> float | None:
     """The number that `value` is, also of another type before."""
-    while value is not None and (made := value.producer()) is not None and made.op_type in ("Cast", "CastLike"):
+    while value is not None and (made := value.producer()) is not None and made.op_type in _SAME:
         value = made.inputs[0]
     tensor = ir.convenience.get_const_tensor(value) if value is not None else None
     return float(tensor.numpy()) if tensor is not None and tensor.numpy().ndim == 0 else None
@@ -61,6 +64,19 @@ def _as_vector(node: ir.Node, value: ir.Value | None) -> ir.Value:
     vector.outputs[0].type = value.type
     node.graph.insert_before(node, (one, vector))
     return vector.outputs[0]
+
+
+def _squeeze(node: ir.Node) -> None:
+    """Makes a scalar of what became a vector, under the name that it had."""
+    (vector,) = node.outputs
+    squeeze = ir.node("Squeeze", [None], name=f"{node.name}_scalar")
+    scalar = squeeze.outputs[0]
+    ir.convenience.replace_all_uses_with(vector, scalar, replace_graph_outputs=True)
+    squeeze.replace_input_with(0, vector)
+    scalar.name, vector.name = vector.name, f"{squeeze.name}_before"
+    scalar.type, scalar.shape, vector.shape = vector.type, vector.shape, ir.Shape([1])
+    assert node.graph is not None
+    node.graph.insert_after(node, (squeeze,))
 
 
 def spread_rotary_caches(model: ir.Model) -> None:

@@ -71,13 +71,18 @@ def _is_cut(value: ir.Value) -> bool:
     return node is not None and node.op_type == "Split" and not node.domain
 
 
-def _vector(facts: Facts, value: ir.Value, like: Dims | None) -> ir.Value:
-    """What a Reshape makes a row for each head of, as (heads, 1, size) is added to `like`; else the value itself."""
+def _vector(facts: Facts, value: ir.Value, like: Dims | None) -> ir.Value | None:
+    """A vector with a number for every head's features, added to `like`; None where fewer are spread over them.
+
+    It is the value, or what a Reshape makes a row for each head of, as (heads, 1, size) is added to 4 dimensions.
+    """
     node, dims = value.producer(), facts.dims(value)
-    if node is None or node.op_type != "Reshape" or node.domain or dims is None or like is None or len(like) != 4:
-        return value
-    inside = node.inputs[0]
-    return inside if inside is not None and dims == (like[1], Dim.of(1), like[3]) else value
+    if dims is None or like is None or len(like) not in (3, 4):
+        return None
+    if len(like) == 3:
+        return value if dims == like[2:] else None
+    is_row = node is not None and node.op_type == "Reshape" and not node.domain
+    return node.inputs[0] if node is not None and is_row and dims == (like[1], Dim.of(1), like[3]) else None
 
 
 def _without_add(facts: Facts, builder: Builder, last: ir.Node) -> tuple[ir.Value, ir.Value] | None:

@@ -197,6 +197,21 @@ def test_a_small_epsilon(epsilon: float, opset: int, tmp_path: Path) -> None:
     check(Normalised(epsilon), path, x, atol=1e-6)
 
 
+class Scalars(torch.nn.Module):
+    """A norm of all numbers, which has no dimensions; and an epsilon that is a tensor."""
+
+    def forward(self, x: Any) -> Any:
+        norm = x.pow(2).sum() + 1e-9
+        return torch.where(x.sum() > 0, x / norm.sqrt(), (x + torch.tensor(1e-9)) / norm)
+
+
+def test_small_numbers_beside_scalars(tmp_path: Path) -> None:
+    x, path = torch.zeros(3, 8), tmp_path / "model.onnx"
+    export(Scalars(), (x,), path)
+    check(Scalars(), path, x)
+    check(Scalars(), path, torch.full((3, 8), 1e-6))
+
+
 def test_helium_at_zero(tmp_path: Path) -> None:
     """A token whose embedding is zero, of which transformers makes zeros."""
     transformers = pytest.importorskip("transformers")

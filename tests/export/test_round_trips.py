@@ -13,7 +13,7 @@ import onnxruntime as ort
 import pytest
 from cases import Case
 from flashonnx.export import fuse, unfuse
-from models import attributes, parse, random_inputs, run
+from models import attributes, fuse_and_check, parse, random_inputs, run
 from nodes import one_node
 from nodes import run as run_node
 from onnx import helper, numpy_helper
@@ -100,6 +100,34 @@ def test_projections_that_were_joined(opset: int) -> None:
     feeds = random_inputs(model, {"b": 2, "s": 6})
     for library in (False, True):
         np.testing.assert_allclose(run(again, feeds, library=library)[0], run(model, feeds)[0], atol=2e-5)
+
+
+@pytest.mark.parametrize(("shape", "width"), [("b,2,s,8", 8), ("b,2,s,8", 1), ("b,s,16", 1)])
+def test_parts_that_are_spread(shape: str, width: int) -> None:
+    """One number for all features, or one row for all heads, is no bias of projections: its vector is too short."""
+    heads = "q_num_heads=2, kv_num_heads=2" if shape == "b,s,16" else "is_causal=0"
+    body = f"""
+        widths = Constant<value_ints=[{width}, {width}, {width}]>() bq, bk, bv = Split<axis=0>(bias, widths)
+        q1 = Add(q, bq) k1 = Add(k, bk) v1 = Add(v, bv) y = Attention<{heads}>(q1, k1, v1)
+    """
+    model = parse(body, ", ".join(f"float[{shape}] {name}" for name in "qkv"), f"float[{shape}] y", 23)
+    vector = np.random.default_rng(0).standard_normal(3 * width).astype(np.float32)
+    model.graph.initializer.append(numpy_helper.from_array(vector, "bias"))
+    fuse_and_check(model, {"b": 2, "s": 6})
+
+
+@pytest.mark.parametrize("size", [1, 16])
+def test_projections_that_are_spread(size: int) -> None:
+    """As is one that has more features than the projection."""
+    body = """
+        widths = Constant<value_ints=[16, 16, 16]>() bq, bk, bv = Split<axis=0>(bias, widths)
+        q1 = Add(q, bq) k1 = Add(k, bk) v1 = Add(v, bv) y = Attention<q_num_heads=2, kv_num_heads=2>(q1, k1, v1)
+    """
+    model = parse(body, ", ".join(f"float[b,s,{size}] {name}" for name in "qkv"), "float[b,s,16] y", 23)
+    vector = np.random.default_rng(0).standard_normal(48).astype(np.float32)
+    model.graph.initializer.append(numpy_helper.from_array(vector, "bias"))
+    fused, _ = fuse_and_check(model, {"b": 2, "s": 6})
+    assert ("Add" in {node.op_type for node in fused.graph.node}) == (size == 1)
 
 
 def between_casts(behind: str = "Cast<to=10>(t)", kind: str = "float16", v: str = "float16") -> onnx.ModelProto:
