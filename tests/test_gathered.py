@@ -56,6 +56,15 @@ def pages(id: str, **more: Any) -> CacheCase:
     return CacheCase(id, **(given | {"capacity": -(-given["capacity"] // size) * size}))
 
 
+class NoPages(CacheCase):
+    """Of a pool without a page: whatever lengths say, nobody sees a key."""
+
+    def inputs(self) -> dict[str, Any]:
+        found = super().inputs()
+        empty = {name: found[name][:0] for name in ("key_cache", "value_cache")}
+        return found | empty | {"block_table": np.full_like(found["block_table"], -1)}
+
+
 VARLEN = [
     *(varlen(f"tiles-d{d}-{t}{'-causal' if c else ''}", AROUND_TILES, head_dim=d, dtype=t, is_causal=c, heads=(2, 1))
       for d, t in ((32, "float16"), (64, "bfloat16"), (64, "float32"), (96, "float16"), (128, "float16"),
@@ -138,6 +147,18 @@ def test_varlen(library: Library, device: str, case: VarlenCase) -> None:
 @on_devices(CACHES)
 def test_cache(library: Library, device: str, case: CacheCase) -> None:
     CacheProblem(library, case, device).check()
+
+
+@on_devices(
+    [
+        NoPages(f"no-pages-d{d}-{q}", dtype="float16", page_size=16, append=False, head_dim=d, capacity=608, q_length=q)
+        for d in (64, 128, 256)
+        for q in (1, 70)
+    ]
+)
+def test_pool_without_pages(library: Library, device: str, case: CacheCase) -> None:
+    outputs = CacheProblem(library, case, device).run()
+    assert (outputs["Y"] == 0).all() and (outputs["lse"] == -np.inf).all()
 
 
 @on_devices([case for case in CACHES if case.id.startswith(("page16", "odd", "chunks-16"))])

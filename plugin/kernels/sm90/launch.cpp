@@ -142,8 +142,10 @@ int64_t workspace_bound(const Params& maxima) {
 
 flashonnx_status launch(const Params& params, void* workspace, void* stream) {
   // Selection does not look at data pointers, and without keys there may be none.
-  if (!is_aligned(params.q) || !is_aligned(params.k) || !is_aligned(params.v) ||
-      params.kv_length == 0 || (!is_aligned(params.mask) && params.mask.stride[2] != 0))
+  const bool no_keys =
+      params.kv_length == 0 || (is_present(params.block_table) && params.num_pages == 0);
+  if (!is_aligned(params.q) || !is_aligned(params.k) || !is_aligned(params.v) || no_keys ||
+      (!is_aligned(params.mask) && params.mask.stride[2] != 0))
     return sm80::launch(params, workspace, stream);
   const int64_t dim = std::max(params.head_dim, params.value_dim);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
