@@ -51,7 +51,7 @@ def call(case: Case, device: str = "cpu") -> tuple[list[Any], dict[str, Any]]:
 def test_case(case: Case, device: str) -> None:
     """Every input, attribute and output, against the float64 definition.
 
-    Both operators agree to the bit, unless one of them is asked for lse, which may be another kernel's.
+    Both operators agree to the bit, unless one of them is asked for lse in a 16-bit type on a GPU: another kernel's.
     """
     inputs, attributes = call(case, device)
     attributes["is_causal"] = bool(attributes["is_causal"])
@@ -62,9 +62,8 @@ def test_case(case: Case, device: str) -> None:
         assert asked[name] or output.numel() == 0
     check_outputs(case, case.inputs(), {"Y": array(y)} | {n: array(x) for n, x in outputs.items() if asked[n]})
     alone = array(attention(*inputs, **attributes))
-    if case.lse:
-        check_outputs(case, case.inputs(), {"Y": alone})
-    else:
+    check_outputs(case, case.inputs(), {"Y": alone})
+    if device == "cpu" or case.dtype == "float32" or not case.lse:
         assert alone.tobytes() == array(y).tobytes()
 
 
