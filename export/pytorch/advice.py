@@ -23,14 +23,15 @@ def of_experts(model: Any, error: BaseException) -> str:
         return ""
     from transformers import PreTrainedModel
 
-    for module in getattr(model, "modules", list)():
+    for path, module in getattr(model, "named_modules", list)():
         if not isinstance(module, PreTrainedModel) or not _has_experts(module):
             continue
         found = getattr(module.config, "_experts_implementation", None)
         if found != _EXPORTABLE and (found != _GROUPED or _GROUPED in str(error)):
+            where = f"model.{path}" if path else "model"
             return (
-                f"{type(module).__name__} is a mixture of experts that runs them as {found!r}, which has no ONNX form; "
-                f"expected {_EXPORTABLE!r}: call model.set_experts_implementation({_EXPORTABLE!r}) before the export. "
+                f"its mixture of experts runs as {found!r}, which has no ONNX form; expected {_EXPORTABLE!r}: call "
+                f"{where}.set_experts_implementation({_EXPORTABLE!r}) before the export. "
                 "That copies the chosen experts' weights for every token, so run long prompts in chunks"
             )
     return ""
