@@ -21,7 +21,7 @@ __all__ = ["flashonnx_command", "plain"]
 def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """`flashonnx` as a shell runs it."""
     modules = os.pathsep.join(os.path.abspath(p) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p)
-    command = command.replace("flashonnx", f"{sys.executable} -m flashonnx.cli", 1)
+    command = command.replace("flashonnx", f"{sys.executable} -m flashonnx", 1)
     return subprocess.run(
         ["bash", "-c", command], cwd=folder, env=os.environ | {"PYTHONPATH": modules},
         capture_output=True, text=True, timeout=120, check=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import struct
@@ -255,3 +256,46 @@ print(session.run(None, {{x.name: np.zeros(x.shape, "f4") for x in session.get_i
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "(1, 2, 3, 4)\n"), done.stderr
+
+
+USE = """
+import sys
+import numpy as np
+from flashonnx._capi import CPU, CUDA, Library, attention_params
+library = Library(sys.argv[1])
+if sys.argv[2] == "device":
+    library.device(CUDA, 0)
+x = np.ones((1, 1, 2, 8), np.float32)
+library.run(attention_params(library, library.device(CPU), x, x, x, np.empty_like(x)))
+"""
+
+
+def use(library_path: str, what: str, **environment: str) -> str:
+    """What a process says that runs one attention on the CPU, or looks for a GPU before."""
+    command = [sys.executable, "-c", USE, library_path, what]
+    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True).stderr
+
+
+@pytest.mark.parametrize(("value", "count"), [("", 0), ("0", 0), ("1", 1)])
+def test_log(value: str, count: int, library_path: str) -> None:
+    assert use(library_path, "run", FLASHONNX_LOG=value).count("flashonnx: cpu for B1 Hq1 Hkv1 Sq2 Sk2") == count
+
+
+DRIVER = "int cuDriverGetVersion(int* version) {{ *version = {version}; return 0; }}"
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        (12040, "the NVIDIA driver here is one of CUDA 12.4, too old for this library, built with CUDA"),
+        (0, "there is no NVIDIA device or driver here"),
+    ],
+)
+def test_old_driver(version: int, message: str, library_path: str, tmp_path: Path) -> None:
+    """CUDA says the same of none and of an old one; here each is told by its name."""
+    compiler = shutil.which("cc")
+    if compiler is None or "no CUDA kernels" in use(library_path, "device"):
+        pytest.skip("needs a C compiler and a library with CUDA")
+    (tmp_path / "driver.c").write_text(DRIVER.format(version=version))
+    subprocess.run([compiler, "-shared", "-o", tmp_path / "libcuda.so.1", tmp_path / "driver.c"], check=True)
+    assert message in use(library_path, "device", LD_LIBRARY_PATH=str(tmp_path))

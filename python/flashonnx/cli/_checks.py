@@ -178,8 +178,8 @@ def device() -> Check:
         found = f"{', '.join(names) or 'a driver, so perhaps a GPU'}; no CUDA kernels in this build of the library"
         return Check("device", "warning" if names else "absent", found, f"for GPUs: {BUILD_WITH_CUDA}")
     except (RuntimeError, OSError) as error:
-        state = "wrong" if names else "absent"
         why = _line(error).removeprefix("flashonnx_device_query: ")
+        state = "wrong" if names or "too old" in why else "absent"
         return Check("device", state, ", ".join(names) or why, why if names else "")
     what = f"compute capability {seen.arch // 10}.{seen.arch % 10}, {seen.sm_count} multiprocessors"
     found = f"{', '.join(names) or 'a GPU'} ({what})"
