@@ -358,10 +358,13 @@ def _plain_modules() -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keeps back what torch's exporter says about itself, none of which is about the model."""
-    loggers = [logging.getLogger(f"torch.onnx._internal.exporter.{name}") for name in ("_core", "_registration")]
+    exporter, folding = "torch.onnx._internal.exporter", "onnxscript.optimizer._constant_folding"
+    loggers = [logging.getLogger(name) for name in (f"{exporter}._core", f"{exporter}._registration", folding)]
+    said = ("Expected meta_vals to be a sequence", "torchvision is not installed")
+    said += ("Evaluation failed",)  # a node that is not folded stays as it is
 
     def keep(record: logging.LogRecord) -> bool:
-        return not record.msg.startswith(("Expected meta_vals to be a sequence", "torchvision is not installed"))
+        return not record.msg.startswith(said)
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="# The axis name")  # two inputs share a named dimension
