@@ -235,6 +235,16 @@ def test_default_providers(model: onnx.ModelProto) -> None:
 
 
 @pytest.mark.skipif("CUDAExecutionProvider" in ort.get_available_providers(), reason="this ONNX Runtime has CUDA")
+def test_type_that_a_provider_does_not_have() -> None:
+    """ONNX Runtime's error stays what it is, and says what to do."""
+    values = [helper.make_tensor_value_info(name, TensorProto.BFLOAT16, (2, 2)) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "x"], ["y"])], "product", values[:1], values[1:])
+    product = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    with pytest.raises(Exception, match="Could not find an implementation for MatMul") as raised:
+        flashonnx.session(product, CPU)
+    assert "none of CPUExecutionProvider has this operator in this type" in raised.value.__notes__[0]
+
+
 def test_provider_that_is_not_in_a_list(model: onnx.ModelProto) -> None:
     """A string is a sequence of strings too."""
     with pytest.raises(TypeError, match=r"expected to be a list.*\['CPUExecutionProvider'\]"):

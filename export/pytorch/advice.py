@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 _RETURNS_CACHE = (
     "The model returns its cache: set model.config.use_cache = False before the export, or make the caches inputs and "
@@ -35,6 +38,18 @@ def of_experts(model: Any, error: BaseException) -> str:
                 "That copies the chosen experts' weights for every token, so run long prompts in chunks"
             )
     return ""
+
+
+def of_bfloat16(model: ir.Model) -> list[str]:
+    """What to say of an exported model in bfloat16."""
+    import onnx_ir as ir
+
+    if not any(value.dtype == ir.DataType.BFLOAT16 for value in model.graph.initializers.values()):
+        return []
+    return [
+        "weights are bfloat16, which ONNX Runtime computes with on CUDA alone: its CPU provider has no MatMul, Add or "
+        "Mul of it. For a CPU load the model in float32 (dtype=torch.float32, --dtype float32) and export that"
+    ]
 
 
 def _has_experts(module: Any) -> bool:
