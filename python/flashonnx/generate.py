@@ -77,7 +77,7 @@ class Generator:
 
     Args:
         model: a decoder as `export_onnx(model, (), path, kv_cache="static")` or `"paged"` writes it, all logits among
-            its outputs: path, bytes or `onnx.ModelProto`. Logits and caches are float32 or float16.
+            its outputs: path, bytes or `onnx.ModelProto`. Logits and caches are float32, float16 or, on CUDA, bfloat16.
         batch: how many requests run together; more of them wait for their turn.
         capacity: how many keys a request may come to have, prompt and new tokens. Not more than the model has
             positions, which is checked where the export noted them. Default: 1024, or its positions if they are fewer.
