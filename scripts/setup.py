@@ -4,7 +4,8 @@
 
 Four steps; one whose inputs have not changed is skipped, so a second run takes seconds:
 
-1. environment: .venv, from the Python that runs this script (3.11 or newer)
+1. environment: .venv, from the Python that runs this script (3.11 or newer); and python/flashonnx/export, a link that
+   makes one package of the sources, for mypy and for runs from the tree
 2. packages: what pyproject.toml names, in the versions of scripts/constraints.txt
 3. headers: those of ONNX Runtime, TensorRT and CUTLASS into build/headers, as scripts/headers.py says (the system is
    not touched), or from folders named by --ort-headers, --tensorrt-headers and --cutlass-headers, or by
@@ -95,6 +96,7 @@ def gpu_architecture() -> str | None:
 def make_environment() -> str:
     if sys.version_info < (3, 11):  # noqa: UP036
         raise SetupError(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: run it with a newer one")
+    link_export(ROOT)
     stamp = Stamp("environment", sys.version)
     if PYTHON.exists() and stamp.fresh:
         return "is there"
@@ -107,6 +109,14 @@ def make_environment() -> str:
     return f"made .venv with Python {sys.version.split()[0]}"
 
 
+def link_export(root: Path) -> None:
+    """flashonnx.export is a folder of its own here; git ignores the link, and no package is made of it."""
+    link = root / "python" / "flashonnx" / "export"
+    if not link.is_dir():
+        link.unlink(missing_ok=True)
+        link.symlink_to(Path("..", "..", "export"))
+
+
 def install_packages(tensorrt: bool) -> str:
     import tomllib  # from Python 3.11 on: an older one has been told so by now
 
@@ -116,20 +126,20 @@ def install_packages(tensorrt: bool) -> str:
     wanted += [
         requirement for extra in ("gpu" if gpu_architecture() else "ort", *EXTRAS) for requirement in extras[extra]
     ]
-    told = [install_group("packages", wanted)]
+    told = install_group("packages", wanted)
     if tensorrt:
         try:
-            told.append(install_group("tensorrt", extras["tensorrt"]))
+            told += f", TensorRT-RTX {install_group('tensorrt', extras['tensorrt'])}"
         except SetupError as error:
-            told.append(f"no TensorRT-RTX, so its tests will be skipped: {str(error).splitlines()[0]}")
-    return ", ".join(told)
+            told += f", no TensorRT-RTX, so its tests will be skipped: {str(error).splitlines()[0]}"
+    return told
 
 
 def install_group(name: str, wanted: list[str]) -> str:
     wanted = sorted({requirement for requirement in wanted if not requirement.startswith("flashonnx[")})
     stamp = Stamp(name, *wanted, CONSTRAINTS.read_text(), Stamp("environment", sys.version).value)
     if stamp.fresh:
-        return f"{name}: there"
+        return "there"
     pip(
         "install",
         "--progress-bar",
@@ -140,7 +150,7 @@ def install_group(name: str, wanted: list[str]) -> str:
         show=r"Downloading \S+ \(.*?\)|Installing collected packages",
     )
     stamp.set()
-    return f"{name}: installed"
+    return "installed"
 
 
 def install_flashonnx(arguments: argparse.Namespace) -> str:

@@ -214,7 +214,7 @@ def test_bad_use_exits_with_2(plain: Path, flashonnx_command: Command) -> None:
 
 def process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "flashonnx.cli", *arguments],
+        [sys.executable, "-m", "flashonnx", *arguments],
         capture_output=True, text=True, check=False, timeout=120, env=os.environ | environment,
     )  # fmt: skip
 

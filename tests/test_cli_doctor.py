@@ -48,10 +48,17 @@ def test_a_missing_and_a_foreign_library(
     checks = {check["name"]: check for check in done["checks"]}
     assert not done["ok"] and checks["library"]["state"] == "wrong"
     assert "does not exist" in checks["library"]["found"] and "unset it" in checks["library"]["todo"]
+    for name in ("device", "kernels", "ONNX Runtime CPU"):
+        assert checks[name]["state"] == "absent" and checks[name]["found"] == "not tried, as there is no library"
+    for name in ("TensorRT", "TensorRT-RTX"):
+        check = _checks._tensorrt(name, "json" if name == "TensorRT" else "surely_not_installed")
+        assert "plugin" not in check.found and not check.todo, "the library is what is missing, not its plugin"
     foreign = next(Path(onnxruntime.__file__).parent.glob("capi/*.so*"))
     monkeypatch.setenv("FLASHONNX_LIBRARY", str(foreign))
     said = flashonnx_command("doctor", code=1)
-    assert "a shared library, but not flashonnx's" in said and "to mend: library" in said
+    assert "a shared library, but not flashonnx's" in said
+    said = " ".join(said.split())
+    assert "1 to mend: library first library: install a wheel that was made for this machine" in said
 
 
 def test_no_and_old_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +135,8 @@ def test_a_library_without_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     assert not _checks._session("ONNX Runtime CUDA", "CUDAExecutionProvider").todo
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider"])
     assert "FLASHONNX_CUDA=ON" in _checks._session("ONNX Runtime CUDA", "CUDAExecutionProvider").found
-    monkeypatch.setattr(_checks, "_has_plugin", lambda: False)
+    plain = types.SimpleNamespace(has_tensorrt_plugin=False)
+    monkeypatch.setattr(_checks, "loaded", lambda: plain)
     assert "build the library" in _checks._tensorrt("TensorRT", "json").todo
     assert not _checks._tensorrt("TensorRT", "surely_not_installed").todo
 
@@ -151,7 +159,9 @@ def test_tensorrt_rtx() -> None:
     """The plugin is registered in a process of its own; a module that ends the process is an answer too."""
     pytest.importorskip("tensorrt_rtx")
     check = _checks._tensorrt("TensorRT-RTX", "tensorrt_rtx")
-    if not _checks._has_plugin():
+    library = _checks.loaded()
+    assert library is not None
+    if not library.has_tensorrt_plugin:
         assert check.state == "absent" and "no plugin" in check.found
         pytest.skip("a library without TensorRT's adapter")
     assert check.state == "ok", check
@@ -159,7 +169,7 @@ def test_tensorrt_rtx() -> None:
 
 
 def test_a_broken_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_checks, "_has_plugin", lambda: True)
+    monkeypatch.setattr(_checks, "loaded", lambda: types.SimpleNamespace(has_tensorrt_plugin=True))
     monkeypatch.setattr(_checks, "_REGISTER", "import json\nprint('{module}')\nraise SystemExit('boom: it is broken')")
     check = _checks._tensorrt("TensorRT", "json")
     assert check.state == "wrong" and "it is broken" in check.found

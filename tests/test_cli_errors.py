@@ -21,7 +21,7 @@ __all__ = ["flashonnx_command", "plain"]
 def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """`flashonnx` as a shell runs it."""
     modules = os.pathsep.join(os.path.abspath(p) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p)
-    command = command.replace("flashonnx", f"{sys.executable} -m flashonnx.cli", 1)
+    command = command.replace("flashonnx", f"{sys.executable} -m flashonnx", 1)
     return subprocess.run(
         ["bash", "-c", command], cwd=folder, env=os.environ | {"PYTHONPATH": modules},
         capture_output=True, text=True, timeout=120, check=False,
@@ -99,13 +99,13 @@ def test_no_model_goes_to_stdout(command: tuple[str, ...], plain: Path, flashonn
 
 
 def test_errors_have_their_notes() -> None:
-    """Behind the one line that is left of what torch's exporter says."""
+    """What to do comes before the one line that is left of what torch's exporter says."""
     from flashonnx.cli._errors import told
 
     error = RuntimeError("Failed to export.\nNext steps:\n\n## Exception summary\n\nFound a DynamicCache\n(more)")
     assert told(error) == "Failed to export. Found a DynamicCache"
     error.add_note("set use_cache")
-    assert told(error) == "Failed to export. Found a DynamicCache: set use_cache"
+    assert told(error) == "set use_cache (torch.export: Found a DynamicCache ...)"
     assert told(KeyError("x")) == "KeyError: 'x'"
     assert told(FileNotFoundError(2, "No such file or directory", "x.npz")) == "x.npz: No such file or directory"
 

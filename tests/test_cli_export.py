@@ -184,6 +184,23 @@ def test_folders_of_transformers(name: str, flashonnx_command: Command) -> None:
     np.testing.assert_allclose(y, expected, atol=2e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", None])
+def test_types_of_folders(dtype: str | None, flashonnx_command: Command) -> None:
+    """Weights are converted, or as the folder has them; inverse frequencies stay float32, which angles far on need."""
+    model = small("llama").eval().bfloat16()
+    model.save_pretrained("folder")
+    more = () if dtype is None else ("--dtype", dtype)
+    done = flashonnx_command.json("export", "hf:folder", "-o", "out.onnx", "--kv-cache", "static", *more)
+    exported = onnx.load("out.onnx")
+    (cache,) = (value for value in exported.graph.input if value.name.endswith(".key"))
+    kinds = {"float16": onnx.TensorProto.FLOAT16, "float32": onnx.TensorProto.FLOAT}
+    assert cache.type.tensor_type.elem_type == kinds.get(str(dtype), onnx.TensorProto.BFLOAT16)
+    assert ("bfloat16" in " ".join(done["notes"])) == (dtype in (None, "bfloat16"))
+    right = 10000.0 ** -(np.arange(8) / 8)
+    arrays = [onnx.numpy_helper.to_array(tensor) for tensor in exported.graph.initializer]
+    assert any(array.size == 8 and np.allclose(array.ravel(), right, rtol=1e-6, atol=0) for array in arrays)
+
+
 @pytest.mark.slow
 def test_caches(flashonnx_command: Command) -> None:
     """A decoder's folder with its caches as inputs and outputs."""

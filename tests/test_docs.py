@@ -68,6 +68,25 @@ def test_bash_blocks_run(document: Path, library_path: str) -> None:
     _execute(["bash", "-euo", "pipefail", "-c", code], ROOT)
 
 
+def test_what_inspect_is_shown_to_say(library_path: str, tmp_path: Path) -> None:
+    """The text under the first commands of docs/cli.md, kernels of GPUs included."""
+    from flashonnx._capi import CUDA, Library
+
+    try:
+        Library(library_path).device(CUDA, 0)
+    except NotImplementedError:
+        pytest.skip("a library without CUDA")
+    except RuntimeError:
+        pass  # there need not be a device
+    page = ROOT / "docs" / "cli.md"
+    model, inspect = blocks(page, "bash")[:2]
+    (shown,) = [match["code"] for match in FENCE.finditer(page.read_text()) if match["code"].startswith("2 attentions")]
+    command = ["bash", "-c", f"{model}\n{inspect}".replace('cd "$(mktemp -d)"', f"cd '{tmp_path}'")]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(command, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.stdout == shown, done.stderr
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
 def test_links_lead_somewhere(document: Path) -> None:
     """Files exist, anchors are headings; addresses on the web are well-formed (they are not fetched)."""

@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md have the numbers of benchmarks/results/, as its links say."""
+"""The tables of docs/performance.md and docs/generation.md have the numbers of benchmarks/results/, as they say."""
 
 from __future__ import annotations
 
@@ -80,6 +80,36 @@ def test_float32() -> None:
         for form, (ours, theirs, times) in (("full", cells[:3]), ("causal", cells[3:])):
             fast, slow = (float(rows[f"fp32-d{dim}-s{length}-{form}"][way]["tflops"]) for way in ("ours", "mem-eff"))
             assert says(ours, fast) and says(theirs, slow) and says(times.split()[0], fast / slow)
+
+
+def test_growth() -> None:
+    """One sequence of 16384 tokens, written out and fused."""
+    rows = measured("h200-models.csv", "workload", "backend")["growth-s16384"]
+    found = re.search(r"At 16384 tokens that is ([\d.]+) ms and ([\d.]+) GiB for ([\d.]+) ms and (\d+) MiB", PAGE)
+    assert found is not None
+    plain, ours = (rows[way] for way in ("ORT-unfused", "ours"))
+    memory = float(plain["peak_mib"]) / 1024, float(ours["peak_mib"])
+    times = float(plain["median_ms"]), float(ours["median_ms"])
+    assert all(map(says, found.groups(), (times[0], memory[0], times[1], memory[1])))
+
+
+def test_generation() -> None:
+    """The table of docs/generation.md."""
+    rows, seen = measured("h200-generation.csv", "batch", "way"), 0
+    page = (ROOT / "docs" / "generation.md").read_text()
+    names = {
+        "`Generator`": "ours",
+        "the same, in pages": "ours-paged",
+        "its graph with": "gqa",
+        "PyTorch's": "concatenated",
+    }
+    for name, way in names.items():
+        cells = re.search(rf"^\| {name}[^|]*\| (\d+) \| (\d+) \|$", page, re.M)
+        assert cells is not None, name
+        for batch, cell in zip(("1", "8"), cells.groups(), strict=True):
+            assert says(cell, float(rows[batch][way]["tokens_per_second"])), (name, batch)
+            seen += 1
+    assert seen == 8
 
 
 @pytest.mark.parametrize("name", NAMES)

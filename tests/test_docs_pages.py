@@ -11,6 +11,8 @@ DOCS = ROOT / "docs"
 # The words of ONNX Runtime and PyTorch.
 FOREIGN = {
     "… is not a registered function/op",
+    "Could not find an implementation for …",
+    "bound to different types (tensor(float16) and tensor(float)",
     "Failed to export the model with torch.export",
     "Exporting a model while it is in training mode",
 }

@@ -380,14 +380,6 @@ def test_positions_of_configurations() -> None:
     assert positions(transformers.BloomForCausalLM(transformers.BloomConfig(**sizes))) is None
 
 
-def test_bfloat16_is_refused(tmp_path: Path, library_path: str) -> None:
-    path = tmp_path / "bfloat16.onnx"
-    flashonnx.export_onnx(made("llama").bfloat16(), (), path, kv_cache="static")
-    for model in (path, path.read_bytes()):
-        with pytest.raises(ValueError, match=r"to be float32 or float16, got bfloat16"):
-            Generator(model, device="cpu")
-
-
 def test_cuda_that_is_not_there(exported: Any) -> None:
     if "CUDAExecutionProvider" in ort.get_available_providers():
         pytest.skip("this onnxruntime has CUDA")

@@ -104,6 +104,26 @@ def test_rows_of_all_logits(head: str) -> None:
     assert (product.inputs[0].name == f"{last_logits.ROWS}.taken") == few
 
 
+@pytest.mark.parametrize("head", ["plain", "capped", "normalized words"])
+def test_logits_in_bfloat16(head: str) -> None:
+    """They come as float32 with the values of bfloat16, as NumPy has no such type."""
+    nodes, few = HEADS[head]
+    model = decoder([(op, inputs, "wide" if output == "logits" else output) for op, inputs, output in nodes])
+    cast = helper.make_node("Cast", ["wide"], ["logits"], to=TensorProto.BFLOAT16)
+    model.graph.node.append(cast)
+    model.graph.output[0].type.tensor_type.elem_type = TensorProto.BFLOAT16
+    x = np.random.default_rng(1).standard_normal((BATCH, SEQUENCE, FEATURES)).astype(np.float32)
+    want = run(decoder(nodes), x=x)["logits"].reshape(-1, WORDS)[ROWS]
+    copy, proto = changed(model, more=last_logits.find_greatest)
+    got = run(proto, x=x, **{last_logits.ROWS: ROWS})
+    logits = got[last_logits.LOGITS]
+    assert logits.dtype == np.float32 and not (logits.view(np.uint32) & 0xFFFF).any(), "of bfloat16 they are"
+    np.testing.assert_allclose(logits, want, rtol=2**-8, atol=1e-6)
+    np.testing.assert_array_equal(got[last_logits.GREATEST], logits.max(-1, keepdims=True))
+    (product,) = (node for node in copy.graph if node.op_type == "MatMul")
+    assert (product.inputs[0].name == f"{last_logits.ROWS}.taken") == few
+
+
 def test_first_of_the_greatest() -> None:
     """Of equal logits the first; its value tells of what is not finite."""
     _, model = changed(decoder(HEADS["biased"][0]), more=last_logits.find_greatest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import struct
@@ -234,6 +235,16 @@ def test_default_providers(model: onnx.ModelProto) -> None:
 
 
 @pytest.mark.skipif("CUDAExecutionProvider" in ort.get_available_providers(), reason="this ONNX Runtime has CUDA")
+def test_type_that_a_provider_does_not_have() -> None:
+    """ONNX Runtime's error stays what it is, and says what to do."""
+    values = [helper.make_tensor_value_info(name, TensorProto.BFLOAT16, (2, 2)) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "x"], ["y"])], "product", values[:1], values[1:])
+    product = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    with pytest.raises(Exception, match="Could not find an implementation for MatMul") as raised:
+        flashonnx.session(product, CPU)
+    assert "none of CPUExecutionProvider has this operator in this type" in raised.value.__notes__[0]
+
+
 def test_provider_that_is_not_in_a_list(model: onnx.ModelProto) -> None:
     """A string is a sequence of strings too."""
     with pytest.raises(TypeError, match=r"expected to be a list.*\['CPUExecutionProvider'\]"):
@@ -255,3 +266,46 @@ print(session.run(None, {{x.name: np.zeros(x.shape, "f4") for x in session.get_i
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "(1, 2, 3, 4)\n"), done.stderr
+
+
+USE = """
+import sys
+import numpy as np
+from flashonnx._capi import CPU, CUDA, Library, attention_params
+library = Library(sys.argv[1])
+if sys.argv[2] == "device":
+    library.device(CUDA, 0)
+x = np.ones((1, 1, 2, 8), np.float32)
+library.run(attention_params(library, library.device(CPU), x, x, x, np.empty_like(x)))
+"""
+
+
+def use(library_path: str, what: str, **environment: str) -> str:
+    """What a process says that runs one attention on the CPU, or looks for a GPU before."""
+    command = [sys.executable, "-c", USE, library_path, what]
+    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True).stderr
+
+
+@pytest.mark.parametrize(("value", "count"), [("", 0), ("0", 0), ("1", 1)])
+def test_log(value: str, count: int, library_path: str) -> None:
+    assert use(library_path, "run", FLASHONNX_LOG=value).count("flashonnx: cpu for B1 Hq1 Hkv1 Sq2 Sk2") == count
+
+
+DRIVER = "int cuDriverGetVersion(int* version) {{ *version = {version}; return 0; }}"
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        (12040, "the NVIDIA driver here is one of CUDA 12.4, too old for this library, built with CUDA"),
+        (0, "there is no NVIDIA device or driver here"),
+    ],
+)
+def test_old_driver(version: int, message: str, library_path: str, tmp_path: Path) -> None:
+    """CUDA says the same of none and of an old one; here each is told by its name."""
+    compiler = shutil.which("cc")
+    if compiler is None or "no CUDA kernels" in use(library_path, "device"):
+        pytest.skip("needs a C compiler and a library with CUDA")
+    (tmp_path / "driver.c").write_text(DRIVER.format(version=version))
+    subprocess.run([compiler, "-shared", "-o", tmp_path / "libcuda.so.1", tmp_path / "driver.c"], check=True)
+    assert message in use(library_path, "device", LD_LIBRARY_PATH=str(tmp_path))

@@ -162,6 +162,7 @@ def test_metadata(distribution: metadata.Distribution) -> None:
     assert described["License-Expression"] == "Apache-2.0"
     assert described["Requires-Python"] == ">=3.11"
     assert described["Description-Content-Type"] == "text/markdown"
+    assert {"Typing :: Typed", "Environment :: GPU :: NVIDIA CUDA"} <= set(described.get_all("Classifier") or ())
     required = {re.split(r"[ ;<>=\[]", r)[0] for r in distribution.requires or () if "extra ==" not in r}
     assert required == {"numpy", "onnx", "onnx-ir", "onnxscript", "rich", "typer"}  # neither a runtime nor PyTorch
     assert {"ort", "gpu", "torch", "tensorrt"} <= set(described.get_all("Provides-Extra") or ())

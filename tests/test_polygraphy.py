@@ -158,7 +158,9 @@ ERRORS = {  # what is typed, what else the job says, and what the user is told
     ),
     "no-tensorrt": (
         ["run", "fused.onnx", "--flashonnx-trt"], {"missing": "tensorrt"},
-        "flashonnx: tensorrt is not installed: pip install tensorrt (set POLYGRAPHY_USE_TENSORRT_RTX=1",
+        "flashonnx: tensorrt is not installed, but tensorrt_rtx is: set POLYGRAPHY_USE_TENSORRT_RTX=1 before "
+        if importlib.util.find_spec("tensorrt_rtx")
+        else "flashonnx: neither tensorrt nor tensorrt_rtx is installed: pip install tensorrt; or pip install ",
     ),
 }  # fmt: skip
 AGREE = {
@@ -236,6 +238,45 @@ def test_generated_scripts(said: dict[str, tuple[int, str]], folder: Path) -> No
     assert re.search(r"plugin_network = PluginNetwork\(fused_model\)", written)
     assert re.search(r"with_plugin = WithPlugin\(deserialize_engine\)", written)
     assert written.index("OnnxrtRunner(build") < written.index("flashonnx-onnxrt'") < written.index("flashonnx-trt'")
+
+
+MISSING = {  # POLYGRAPHY_USE_TENSORRT_RTX, what is installed, and what is said
+    "rtx there": (
+        False,
+        "tensorrt_rtx",
+        "tensorrt is not installed, but tensorrt_rtx is: set POLYGRAPHY_USE_TENSORRT_",
+    ),
+    "trt there": (
+        True,
+        "tensorrt",
+        "tensorrt_rtx is not installed, but tensorrt is: unset POLYGRAPHY_USE_TENSORRT_RTX",
+    ),
+    "neither": (False, "", "neither tensorrt nor tensorrt_rtx is installed: pip install tensorrt; or pip install "),
+    "neither, rtx": (True, "", "neither tensorrt_rtx nor tensorrt is installed: pip install tensorrt-rtx; or pip "),
+    "broken": (False, "broken", "tensorrt is installed, but cannot be imported: no libnvinfer.so.10; install tensorrt"),
+}
+
+
+@pytest.mark.parametrize("case", MISSING)
+def test_no_tensorrt(case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What to install, or which switch Polygraphy needs for what is installed."""
+    rtx, there, expected = MISSING[case]
+    from flashonnx.polygraphy import loaders
+    from polygraphy.exception import PolygraphyException
+
+    monkeypatch.setattr(loaders.config, "USE_TENSORRT_RTX", rtx)
+    for name in ("tensorrt", "tensorrt_rtx"):
+        monkeypatch.setitem(sys.modules, name, None)
+    if there == "broken":
+        (tmp_path / "tensorrt.py").write_text("raise ImportError('no libnvinfer.so.10')")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "tensorrt")
+    elif there:
+        (tmp_path / f"{there}.py").write_text("")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, there)
+    with pytest.raises(PolygraphyException, match=re.escape(expected)):
+        loaders.WithPlugin(None)()
 
 
 def test_nothing_of_polygraphy_is_imported_early() -> None:

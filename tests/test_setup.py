@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
+import types
 from pathlib import Path
 from types import ModuleType
 
@@ -46,6 +48,42 @@ def test_architecture_of_the_gpu_here(
 def test_no_gpu_here(setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert setup.gpu_architecture() is None
+
+
+@pytest.mark.parametrize("done", [True, False], ids=["there", "installed"])
+def test_what_is_told_of_packages(setup: ModuleType, done: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the name of the step, so it is not named again."""
+    commands: list[tuple[str, ...]] = []
+    steps = {"fresh": done, "value": "", "set": lambda: None}
+    monkeypatch.setattr(setup, "Stamp", lambda *_: types.SimpleNamespace(**steps))
+    monkeypatch.setattr(setup, "pip", lambda *command, **_: commands.append(command))
+    told = "there" if done else "installed"
+    assert setup.install_packages(False) == told
+    assert setup.install_packages(True) == f"{told}, TensorRT-RTX {told}"
+    assert len(commands) == (0 if done else 3)
+
+    def refuse(name: str, wanted: list[str]) -> str:
+        if name == "tensorrt":
+            raise setup.SetupError("pip failed (1):\nmore")
+        return told
+
+    monkeypatch.setattr(setup, "install_group", refuse)
+    assert setup.install_packages(True) == f"{told}, no TensorRT-RTX, so its tests will be skipped: pip failed (1):"
+
+
+def test_mypy_checks_the_tree(setup: ModuleType, tmp_path: Path) -> None:
+    """Not what is installed; export is a folder of its own, of which a link makes one package with the rest."""
+    pytest.importorskip("mypy")
+    for folder in ("python/flashonnx", "export"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "__init__.py").write_text("x: int = 'no number'\n")
+    (tmp_path / "pyproject.toml").write_text((SCRIPT.parent.parent / "pyproject.toml").read_text())
+    for _ in range(2):  # again changes nothing
+        setup.link_export(tmp_path)
+    said = subprocess.run([sys.executable, "-m", "mypy"], cwd=tmp_path, capture_output=True, text=True).stdout
+    for file in ("python/flashonnx/__init__.py", "python/flashonnx/export/__init__.py"):
+        assert f"{file}:1: error: Incompatible types in assignment" in said
+    assert "checked 2 source files" in said
 
 
 def test_ort_headers_of_the_system(setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

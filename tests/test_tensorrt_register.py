@@ -18,10 +18,10 @@ from flashonnx._library import LibraryError
 from flashonnx.tensorrt import _register, autoload_path, register
 
 
-def _tensorrt(loads: bool) -> Any:
+def _tensorrt(loads: bool, name: str = "tensorrt") -> Any:
     """A module whose registry loads any library, or none, and has no creator afterwards either way."""
     registry = SimpleNamespace(all_creators=[], load_library=lambda path: object() if loads else None)
-    return SimpleNamespace(__name__="tensorrt", __version__="10.0.1", get_plugin_registry=lambda: registry)
+    return SimpleNamespace(__name__=name, __version__="10.0.1", get_plugin_registry=lambda: registry)
 
 
 @pytest.fixture
@@ -55,8 +55,9 @@ def test_missing_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 
 def test_library_without_the_adapter(monkeypatch: pytest.MonkeyPatch, library_path: str, tmp_path: Path) -> None:
     monkeypatch.setattr(_register, "library_path", lambda: _ctypes.__file__)
-    with pytest.raises(LibraryError, match="built without the TensorRT adapter: build it again"):
-        register(_tensorrt(True))
+    for name in ("tensorrt", "tensorrt_rtx"):  # before anything is said of the latter's parser
+        with pytest.raises(LibraryError, match="built without the TensorRT adapter: build it again"):
+            register(_tensorrt(True, name))
     monkeypatch.setattr(_register, "library_path", lambda: shutil.copy(library_path, tmp_path))
     with pytest.raises(LibraryError, match=r"there is no .*libflashonnx_trt_autoload\.so: .*build it again"):
         autoload_path()

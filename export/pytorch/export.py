@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashonnx.export.pytorch import exporter_faults
-from flashonnx.export.pytorch.advice import advice, of_experts
+from flashonnx.export.pytorch.advice import advice, of_bfloat16, of_experts
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -122,7 +122,8 @@ def export_onnx(
     exported, report = converted if converted is not None else convert()
     _write(exported, target, external_data)
     return dataclasses.replace(
-        report, notes=(*notes, *_fixed(exported, dynamic_shapes), *_training(model), *report.notes)
+        report,
+        notes=(*notes, *_fixed(exported, dynamic_shapes), *_training(model), *of_bfloat16(exported), *report.notes),
     )
 
 
@@ -203,7 +204,7 @@ def _with_cache(
         exported.metadata_props[configuration.POSITIONS] = str(positions)
     _write(exported, target, external_data)
     sites = tuple(dataclasses.replace(site, kind="attention with a cache", reason="") for site in report.sites)
-    notes = [f"transformers: {remark}" for remark in route.remarks]
+    notes = [*(f"transformers: {remark}" for remark in route.remarks), *of_bfloat16(exported)]
     if unproved:
         notes.append(f"with these kwargs for prompts of equal length only: {unproved}")
     return dataclasses.replace(report, sites=sites, notes=(*notes, *report.notes))
@@ -358,10 +359,12 @@ def _plain_modules() -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keeps back what torch's exporter says about itself, none of which is about the model."""
-    loggers = [logging.getLogger(f"torch.onnx._internal.exporter.{name}") for name in ("_core", "_registration")]
+    exporter, folding = "torch.onnx._internal.exporter", "onnxscript.optimizer._constant_folding"
+    loggers = [logging.getLogger(name) for name in (f"{exporter}._core", f"{exporter}._registration", folding)]
+    said = ("Expected meta_vals to be a sequence", "torchvision is not installed", "Evaluation failed")
 
     def keep(record: logging.LogRecord) -> bool:
-        return not record.msg.startswith(("Expected meta_vals to be a sequence", "torchvision is not installed"))
+        return not record.msg.startswith(said)
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="# The axis name")  # two inputs share a named dimension

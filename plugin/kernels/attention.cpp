@@ -191,12 +191,36 @@ void log_choice(const Plan& plan) {
       static_cast<long long>(p.value_dim), p.q.dtype, required_features(p));
 }
 
+#ifdef FLASHONNX_WITH_CUDA
+// CUDA has one word for an old driver and for none at all.
+flashonnx_status no_device(cudaError_t found) {
+  int driver = 0;
+  (void)cudaDriverGetVersion(&driver);  // leaves 0 where there is none
+  (void)cudaGetLastError();             // a caller's next check is not about this question
+  if (driver == 0)
+    return make_status(FLASHONNX_RUNTIME_ERROR,
+                       "flashonnx_device_query: there is no NVIDIA device or driver here");
+  if (found == cudaErrorInsufficientDriver)
+    return make_status(
+        FLASHONNX_RUNTIME_ERROR,
+        "flashonnx_device_query: the NVIDIA driver here is one of CUDA %d.%d, too old for this "
+        "library, built with CUDA %d.%d: update the driver, or build flashonnx with an older CUDA",
+        driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+  return make_status(FLASHONNX_RUNTIME_ERROR,
+                     "flashonnx_device_query: there is no NVIDIA device here (%s)",
+                     cudaGetErrorString(found));
+}
+#endif
+
 }  // namespace
 
 const Kernel* kernels() { return kTable; }
 
 bool log_enabled() {
-  static const bool enabled = std::getenv("FLASHONNX_LOG") != nullptr;
+  static const bool enabled = [] {
+    const char* value = std::getenv("FLASHONNX_LOG");
+    return value != nullptr && *value != 0 && std::strcmp(value, "0") != 0;
+  }();
   return enabled;
 }
 
@@ -219,12 +243,7 @@ flashonnx_status flashonnx_device_query(int32_t kind, int32_t ordinal, flashonnx
   if (kind == FLASHONNX_CUDA) {
     int count = 0;
     const cudaError_t found = cudaGetDeviceCount(&count);
-    if (found != cudaSuccess || count == 0) {
-      (void)cudaGetLastError();  // a caller's next check is not about this question
-      return make_status(FLASHONNX_RUNTIME_ERROR,
-                         "flashonnx_device_query: there is no NVIDIA device or driver here (%s)",
-                         cudaGetErrorString(found));
-    }
+    if (found != cudaSuccess || count == 0) return no_device(found);
     if (ordinal < 0) FLASHONNX_CUDA_CHECK(cudaGetDevice(&ordinal));
     int major = 0, minor = 0, shared_memory = 0;
     FLASHONNX_CUDA_CHECK(

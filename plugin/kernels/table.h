@@ -70,7 +70,7 @@ struct Kernel {
 // The table, null-terminated by a row without a name.
 const Kernel* kernels();
 
-// Whether FLASHONNX_LOG is set.
+// Whether FLASHONNX_LOG is set, to something else than 0.
 bool log_enabled();
 
 namespace cpu {

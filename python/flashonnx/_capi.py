@@ -130,6 +130,11 @@ class Library:
         """The library's version."""
         return self._functions.flashonnx_version().decode()
 
+    @property
+    def has_tensorrt_plugin(self) -> bool:
+        """Whether it was built with TensorRT's headers, and so with the plugin."""
+        return hasattr(self._functions, "flashonnx_tensorrt_register")
+
     def device(self, kind: int = CPU, ordinal: int = -1) -> Device:
         """The CPU, or CUDA device `ordinal` (-1: the thread's current one)."""
         device = Device()

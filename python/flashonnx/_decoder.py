@@ -31,9 +31,10 @@ _EAGER, _GRAPH = "-1", "1"  # ONNX Runtime's gpu_graph_id: no graph, and ours
 _FAST_ARGMAX = (1, 31)  # ONNX Runtime 1.28 gives each row of it to one thread of a GPU: milliseconds
 _FOLDER = "session.model_external_initializers_file_folder_path"
 _SMALL = 1024  # bytes
+_BFLOAT16 = 16  # of onnx.TensorProto, which ONNX Runtime takes where NumPy has no type
 _NO_BFLOAT16 = (
-    "Generator: logits and caches are expected to be float32 or float16, got bfloat16: load the model with "
-    "dtype=torch.float16"
+    "Generator: a model in bfloat16 runs on CUDA alone, as ONNX Runtime's CPU provider has no MatMul, Add or Mul of "
+    "bfloat16: use device='cuda', or load the model with dtype=torch.float32 (or torch.float16) and export that"
 )
 
 
@@ -131,10 +132,12 @@ class Decoder:
         logits = outputs["logits"]
         for value in (*inputs.values(), logits):
             kind = _kind(value)
-            if kind == "BFLOAT16":
+            if kind == "BFLOAT16" and self._place[0] == "cpu":
                 raise ValueError(_NO_BFLOAT16)
-            if kind not in _TYPES:
-                raise ValueError(f"Generator: '{value.name}' is expected to be float32 or float16, got {kind.lower()}")
+            if kind not in (*_TYPES, "BFLOAT16"):
+                raise ValueError(
+                    f"Generator: '{value.name}' is expected to be float32, float16 or bfloat16, got {kind.lower()}"
+                )
         shape, ids = logits.shape, inputs["input_ids"].shape
         if shape is None or len(shape) != 3 or not isinstance(shape[2], int) or ids is None:
             raise ValueError(f"Generator: 'logits' is expected to be (batch, sequence, words), got {shape}")
@@ -144,7 +147,7 @@ class Decoder:
                 "export without logits_to_keep, which keeps the last rows alone, padding's in uneven batches; the "
                 "generator has logits made of no other tokens than those it asks for"
             )
-        self.words, self._logits_type = shape[2], _TYPES[_kind(logits)]
+        self.words, self._logits_type = shape[2], _TYPES.get(_kind(logits), np.float32)
         self._shapes = {name: [_size(dim) for dim in inputs[name].shape or ()] for name in caches}
         return logits
 
@@ -174,7 +177,7 @@ class Decoder:
         for name, value in self._shapes.items():
             shape = [size if isinstance(size, int) else sizes[size] for size in value]
             make = self._ort.OrtValue.ortvalue_from_shape_and_type
-            self.caches[name] = make(shape, _TYPES[self._inputs[name]], *self._place)
+            self.caches[name] = make(shape, _TYPES.get(self._inputs[name], _BFLOAT16), *self._place)
         for binding in (self._prompt, self._single):
             for name, value in (bound | self.caches).items():
                 binding.bind_ortvalue_input(name, value)

@@ -43,8 +43,16 @@ def take_last(graph: ir.Graph, logits: ir.Value) -> None:
         head.replace_input_with(0, last)
         _forget_shapes(head)
         last = logits
-    last.name, last.type, last.shape = LOGITS, logits.type, shape
-    graph.outputs[list(graph.outputs).index(logits)] = last
+    place, kind = list(graph.outputs).index(logits), logits.dtype
+    if kind == ir.DataType.BFLOAT16:  # which NumPy does not have
+        last.type, last.shape, kind = logits.type, shape, ir.DataType.FLOAT
+        last.name = f"{LOGITS}.narrow"
+        cast = ir.node("Cast", [last], {"to": kind}, name=f"{LOGITS}.cast")
+        graph.extend([cast])
+        last = cast.outputs[0]
+    assert kind is not None
+    last.name, last.type, last.shape = LOGITS, ir.TensorType(kind), shape
+    graph.outputs[place] = last
 
 
 def find_greatest(graph: ir.Graph) -> None:

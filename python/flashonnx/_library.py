@@ -46,7 +46,7 @@ def _advice(named: bool) -> str:
     if named:
         return f"set {ENVIRONMENT} to a libflashonnx.so built for this machine, or unset it to use the installed one"
     return (
-        "install flashonnx on this machine again (pip install --force-reinstall flashonnx, or pip install . in a "
+        "install flashonnx on this machine again (pip install --force-reinstall with its wheel, or pip install . in a "
         f"clone), or set {ENVIRONMENT} to a libflashonnx.so that you built"
     )
 

@@ -106,6 +106,11 @@ def session(
             if "protobuf" in str(error).lower():  # what cannot be parsed, or has no graph
                 what = os.fspath(path_or_bytes) if isinstance(path_or_bytes, (str, os.PathLike)) else "what was given"
                 raise ValueError(f"session: {what} is not an ONNX model: {_first_line(error)}") from error
+            if "Could not find an implementation for" in str(error):
+                error.add_note(
+                    f"none of {', '.join(wanted)} has this operator in this type; the CPU's has few in bfloat16: load "
+                    "the model in float32 (dtype=torch.float32) and export that, or run it on CUDA"
+                )
             raise
     lost = [provider for provider in wanted if provider not in result.get_providers()]
     if lost:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ class Generation:
 
     Attributes:
         tokens: of each prompt, in order, the new tokens; a stop token is the last of them.
-        finished: of each prompt "stop" or "length".
+        finished: of each prompt what ended it: "stop", "length" or "callback".
         prompt_tokens: how many tokens the prompts had.
         prompt_seconds: time of the runs in which some request read its prompt.
         decode_tokens: new tokens that came from the other runs.
@@ -76,7 +77,7 @@ class Generator:
 
     Args:
         model: a decoder as `export_onnx(model, (), path, kv_cache="static")` or `"paged"` writes it, all logits among
-            its outputs: path, bytes or `onnx.ModelProto`. Logits and caches are float32 or float16.
+            its outputs: path, bytes or `onnx.ModelProto`. Logits and caches are float32, float16 or, on CUDA, bfloat16.
         batch: how many requests run together; more of them wait for their turn.
         capacity: how many keys a request may come to have, prompt and new tokens. Not more than the model has
             positions, which is checked where the export noted them. Default: 1024, or its positions if they are fewer.
@@ -134,6 +135,7 @@ class Generator:
         self.batch, self.capacity, self.chunk, self.page_size = batch, capacity, chunk, page_size
         self.pages = batch * per_request if pages is None else pages
         self._decoder.bind(batch, capacity, self.pages, page_size, per_request)
+        self._running = threading.Lock()
 
     def __call__(
         self,
@@ -145,7 +147,7 @@ class Generator:
         top_p: float = 1.0,
         seed: int = 0,
         stop: int | Iterable[int] = (),
-        callback: Callable[[int, int], None] | None = None,
+        callback: Callable[[int, int], object] | None = None,
     ) -> Generation:
         """Continues each prompt.
 
@@ -158,10 +160,13 @@ class Generator:
             top_k: draws among that many greatest logits; 0: among all.
             top_p: of these, draws among the fewest, most likely first, whose chances come to at least top_p.
             seed: of the draws. Each prompt has its own, so that what is drawn does not depend on the others.
-            stop: a token that ends a request, or several.
-            callback: is called with (number of the prompt, token) as soon as there is one.
+            stop: a token that ends a request, or several. Nothing else does: a model's own end of text is given here.
+            callback: is called with (number of the prompt, token) as soon as there is one. If it returns True, that
+                request ends there and its place goes to the next. What it raises ends the call; the generator can be
+                called again.
 
         Raises:
+            RuntimeError: it is running already, in another thread or in a callback: its caches are in use.
             TypeError: an argument is not of its kind: a number of tokens that is no whole number, say.
             ValueError: a prompt is empty, has tokens that the model does not know, or does not fit with its new tokens
                 into `capacity` or into all pages; a number is out of range.
@@ -169,8 +174,32 @@ class Generator:
         """
         max_new_tokens, seed = whole("max_new_tokens", max_new_tokens), whole("seed", seed, 0)
         how, ends = self._draw(temperature, top_k, top_p), stops(stop, self._decoder.words)
+        if isinstance(prompts, Mapping):
+            raise TypeError(
+                f"Generator: prompts are expected to be lists of token numbers, got a {type(prompts).__name__} of "
+                f"{', '.join(map(str, prompts))}: give its 'input_ids', made without padding"
+            )
         prompts = [prompts] if isinstance(prompts, (str, bytes)) else prompts  # whose error then shows it
         waiting = deque(self._request(i, prompt, max_new_tokens, seed) for i, prompt in enumerate(prompts))
+        if not self._running.acquire(blocking=False):
+            raise RuntimeError(
+                "Generator: it is running already, and its caches hold one call at a time: give it all prompts in one "
+                "call, which run together, or make a Generator for each thread"
+            )
+        try:
+            return self._run(waiting, max_new_tokens, how, ends, callback)
+        finally:
+            self._running.release()
+
+    def _run(
+        self,
+        waiting: deque[_Request],
+        max_new_tokens: int,
+        how: Draw,
+        ends: Container[int],
+        callback: Callable[[int, int], object] | None,
+    ) -> Generation:
+        """The call, after its checks."""
         result = Generation([[] for _ in waiting], ["length"] * len(waiting))
         result.prompt_tokens = sum(len(request.pending) for request in waiting)
         places: list[_Request | None] = [None] * self.batch
@@ -187,11 +216,10 @@ class Generator:
                 tokens = result.tokens[request.index]
                 tokens.append(token)
                 request.pending = [token]
-                if callback is not None:
-                    callback(request.index, token)
-                if token in ends:
-                    result.finished[request.index] = "stop"
-                if token in ends or len(tokens) == max_new_tokens:
+                is_enough = callback is not None and callback(request.index, token) is True
+                if token in ends or is_enough:
+                    result.finished[request.index] = "stop" if token in ends else "callback"
+                if token in ends or is_enough or len(tokens) == max_new_tokens:
                     self._release(places, b)
             seconds = time.perf_counter() - start
             if reading:

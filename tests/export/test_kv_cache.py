@@ -300,7 +300,26 @@ def test_what_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="kv_cache") as raised:
         flashonnx.export_onnx(make().eval(), (), tmp_path / "model.onnx", kv_cache="static")
     assert words in str(raised.value), str(raised.value)
+    assert str(raised.value).count("ForCausalLM") <= 1, "its class once is enough"
     assert not list(tmp_path.iterdir())
+
+
+def test_experts_within_another_model(tmp_path: Path) -> None:
+    """What has the choice is named as the caller can reach it."""
+    config = transformers.MixtralConfig(**_CACHED, num_local_experts=4, experts_implementation="grouped_mm")
+
+    class Within(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoder = transformers.MixtralForCausalLM(config)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.decoder(ids, use_cache=False).logits
+
+    with pytest.raises(torch.onnx.OnnxExporterError) as raised:
+        flashonnx.export_onnx(Within().eval(), (torch.ones(1, 3, dtype=torch.int64),), tmp_path / "model.onnx")
+    said = " ".join(raised.value.__notes__)
+    assert "call model.decoder.set_experts_implementation('batched_mm')" in said
 
 
 def test_arguments(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,3 +108,13 @@ def test_a_cache_among_the_outputs_is_explained(tmp_path: Path) -> None:
         flashonnx.export_onnx(model, (torch.ones(1, 4, dtype=torch.int64),), tmp_path / "model.onnx")
     for words in ("model.config.use_cache = False", 'kv_cache="static"'):
         assert any(words in note for note in caught.value.__notes__)
+
+
+def test_nothing_is_said_that_is_not_about_the_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With sizes that are all fixed the exporter tries to compute a node, cannot, and leaves it as it is."""
+    ids = torch.ones(2, 16, dtype=torch.int64)
+    flashonnx.export_onnx(bert("sdpa"), (ids, ids), tmp_path / "bert.onnx")
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert capfd.readouterr() == ("", "")

@@ -11,14 +11,18 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from flashonnx._capi import Library
 
 _DRIVER = 580  # of CUDA 13, with which wheels are built
 _GLIBC = (2, 34)
 _PLUGIN_TIMEOUT = 120  # seconds
 _KERNEL_MODULE = Path("/proc/driver/nvidia/version")
+_NO_LIBRARY = "not tried, as there is no library"
 
 
 @dataclass
@@ -108,11 +112,23 @@ def library() -> Check:
         found, _, todo = str(error).rpartition(": ")
         return Check("library", "wrong", found, todo)
     except OSError as error:
-        return Check("library", "wrong", str(error), "install flashonnx again, or build it on this machine")
+        todo = "install a wheel that was made for this machine, or pip install . in a clone"
+        return Check("library", "wrong", str(error), todo)
     ours = flashonnx.__version__
     if ours not in (version, "0+source"):
         return Check("library", "warning", f"{path}, version {version}", f"the package is {ours}: use one version")
     return Check("library", "ok", f"{path}, version {version}")
+
+
+def loaded() -> Library | None:
+    """The library; None where none can be used, of which `library` says why, and what to do, for all others."""
+    import flashonnx
+    from flashonnx._capi import Library
+
+    try:
+        return Library(flashonnx.library_path())
+    except (flashonnx.LibraryError, OSError):
+        return None
 
 
 def driver() -> Check:
@@ -148,23 +164,22 @@ def _judged(version: str, cuda: str, todo: str) -> Check:
 
 def device() -> Check:
     """The GPUs, as cuda-python and the library see them."""
-    import flashonnx
-    from flashonnx._capi import CUDA, Library
+    from flashonnx._capi import CUDA
     from flashonnx._runtime import BUILD_WITH_CUDA
 
-    names = device_names()
+    names, here = device_names(), loaded()
+    if here is None:
+        return Check("device", "absent", ", ".join(names) or _NO_LIBRARY)
     try:
-        seen = Library(flashonnx.library_path()).device(CUDA, 0)
-    except flashonnx.LibraryError:
-        return Check("device", "absent", ", ".join(names) or "not looked for: there is no library")
+        seen = here.device(CUDA, 0)
     except NotImplementedError:
         if not names and not _KERNEL_MODULE.is_file():
             return Check("device", "absent", "no GPU seen, and no CUDA kernels in this build of the library")
         found = f"{', '.join(names) or 'a driver, so perhaps a GPU'}; no CUDA kernels in this build of the library"
         return Check("device", "warning" if names else "absent", found, f"for GPUs: {BUILD_WITH_CUDA}")
     except (RuntimeError, OSError) as error:
-        state = "wrong" if names else "absent"
         why = _line(error).removeprefix("flashonnx_device_query: ")
+        state = "wrong" if names or "too old" in why else "absent"
         return Check("device", state, ", ".join(names) or why, why if names else "")
     what = f"compute capability {seen.arch // 10}.{seen.arch % 10}, {seen.sm_count} multiprocessors"
     found = f"{', '.join(names) or 'a GPU'} ({what})"
@@ -191,27 +206,25 @@ def device_names() -> list[str]:
 
 def kernels() -> Check:
     """Which kernel an everyday problem gets on the CPU and on the GPU here."""
-    import flashonnx
-    from flashonnx._capi import CPU, CUDA, DTYPES, Library, attention_params
+    from flashonnx._capi import CPU, CUDA, DTYPES, attention_params
 
-    try:
-        loaded = Library(flashonnx.library_path())
-    except (RuntimeError, OSError):
-        return Check("kernels", "absent", "not looked for: there is no library")
+    library = loaded()
+    if library is None:
+        return Check("kernels", "absent", _NO_LIBRARY)
     x = np.zeros((8, 16, 512, 64), np.float32)
     parts, refused = [], []
     for where, kind in (("CPU", CPU), ("GPU", CUDA)):
         try:
-            here = loaded.device(kind, 0)
+            here = library.device(kind, 0)
         except (RuntimeError, NotImplementedError):
             continue
         found: dict[str, list[str]] = {}
         for dtype in ("float32", "float16", "bfloat16"):
-            params = attention_params(loaded, here, x, x, x, x)
+            params = attention_params(library, here, x, x, x, x)
             for name in ("q", "k", "v", "o"):
                 getattr(params, name).dtype = DTYPES[dtype]
             try:
-                found.setdefault(loaded.supported(params), []).append(dtype)
+                found.setdefault(library.supported(params), []).append(dtype)
             except (ValueError, NotImplementedError, RuntimeError) as error:
                 refused.append(f"{where} {dtype}: {error}")
         parts += [f"{where}: {kernel} ({', '.join(dtypes)})" for kernel, dtypes in found.items()]
@@ -251,10 +264,8 @@ def _session(name: str, provider: str) -> Check:
             useless = "onnxruntime-gpu" in _installed() or BUILD_WITH_CUDA in (cuda_unavailable() or "")
             todo = "" if useless else "for a GPU: pip install 'onnxruntime-gpu[cuda,cudnn]' in place of onnxruntime"
             return Check(name, "absent", "this ONNX Runtime has no such provider", todo)
-        try:
-            flashonnx.library_path()
-        except flashonnx.LibraryError:
-            return Check(name, "absent", "not tried: there is no library")
+        if loaded() is None:
+            return Check(name, "absent", _NO_LIBRARY)
         if provider.startswith("CUDA") and (reason := cuda_unavailable()):
             return Check(name, "absent", reason)
         with warnings.catch_warnings(record=True) as caught:
@@ -307,7 +318,9 @@ def _tensorrt(name: str, module: str) -> Check:
     import importlib.util
 
     there = importlib.util.find_spec(module) is not None
-    if not _has_plugin():
+    if (library := loaded()) is None:
+        return Check(name, "absent", f"{_version(module) or 'installed'}, {_NO_LIBRARY}" if there else "not installed")
+    if not library.has_tensorrt_plugin:
         found = f"{_version(module) or 'installed'}, but" if there else "not installed, and"
         headers = "build the library with CUDA and TensorRT's headers (CONTRIBUTING.md, Building)" if there else ""
         return Check(name, "absent", f"{found} no plugin for it in this build of the library", headers)
@@ -322,18 +335,6 @@ def _tensorrt(name: str, module: str) -> Check:
         why = lines[-1].partition(": ")[2] or lines[-1] if lines else f"the process ended with {done.returncode}"
         return Check(name, "wrong", why, "see docs/tensorrt.md")
     return Check(name, "ok", f"{done.stdout.strip().splitlines()[-1]}, the plugin registers")
-
-
-def _has_plugin() -> bool:
-    """Whether there is a library, built with TensorRT's headers."""
-    import ctypes
-
-    import flashonnx
-
-    try:
-        return hasattr(ctypes.CDLL(flashonnx.library_path()), "flashonnx_tensorrt_register")
-    except (RuntimeError, OSError):
-        return False
 
 
 def transformers() -> Check:

@@ -40,7 +40,10 @@ def told(error: Exception) -> str:
         text, known = f"ONNX Runtime: {of_onnxruntime(text)}", True
     elif "## Exception summary" in text:  # torch's exporter, which says much: what was done, and why it failed
         before, _, after = text.partition("## Exception summary")
-        text = " ".join(part.strip().splitlines()[0] for part in (before, after) if part.strip())
+        parts = [part.strip().splitlines()[0] for part in (before, after) if part.strip()]
+        if notes := getattr(error, "__notes__", ()):  # what to do, which is known; torch's words are only the proof
+            return f"{' '.join(notes)} (torch.export: {parts[-1]:.100} ...)"
+        text = " ".join(parts)
     text = ": ".join([text, *getattr(error, "__notes__", ())])
     return text if known else f"{type(error).__name__}: {text}"
 

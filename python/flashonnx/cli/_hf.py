@@ -10,13 +10,14 @@ from typing import Any
 _SIZES = {"batch": 2, "sequence": 16}
 
 
-def example(folder: str, class_name: str | None, sizes: Mapping[str, int]) -> dict[str, Any]:
+def example(folder: str, class_name: str | None, sizes: Mapping[str, int], dtype: str | None = None) -> dict[str, Any]:
     """Arguments of export_onnx: the model in eval mode, its inputs as `kwargs`, `dynamic_shapes`.
 
     Args:
         folder: as `save_pretrained` writes it, with config.json and weights.
         class_name: of transformers; default: the first architecture that the configuration names.
         sizes: of the example inputs, "batch" and "sequence".
+        dtype: of the weights; default: as the folder has them.
 
     Raises:
         ValueError: there is no such folder or class, or its inputs are not known here.
@@ -40,7 +41,8 @@ def example(folder: str, class_name: str | None, sizes: Mapping[str, int]) -> di
     kind = getattr(transformers, name, None)
     if kind is None:
         raise ValueError(f"export: transformers {transformers.__version__} has no class {name}; choose one by --class")
-    model = kind.from_pretrained(folder, local_files_only=True, config=config).eval()
+    # Not by model.to(), which would also round the inverse frequencies of rotary embeddings.
+    model = kind.from_pretrained(folder, local_files_only=True, config=config, dtype=dtype or "auto").eval()
     for module in model.modules():  # torch.export takes no cache as an output
         part = getattr(module, "config", None)
         if part is not None and hasattr(part, "use_cache"):
@@ -48,6 +50,7 @@ def example(folder: str, class_name: str | None, sizes: Mapping[str, int]) -> di
     if hasattr(model, "set_experts_implementation"):  # there is no operator of ONNX for the default
         model.set_experts_implementation("batched_mm")
     inputs, axes = _inputs(model, _SIZES | dict(sizes))
+    inputs = {name: x.to(model.dtype) if x.is_floating_point() else x for name, x in inputs.items()}
     return {"model": model, "kwargs": inputs, "dynamic_shapes": axes}
 
 

@@ -42,6 +42,8 @@ def doctor(json: Json = False) -> None:
         say("")
         if wrong:
             say(f"{len(wrong)} to mend: {', '.join(check.name for check in wrong)}", "bold red")
+            if wrong[0].todo:  # the others may come of it
+                say(f"first {wrong[0].name}: {wrong[0].todo}", "red")
         else:
             say(f"Nothing is wrong here. It works: {', '.join(works)}.", "bold green")
     if wrong:

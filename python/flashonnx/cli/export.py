@@ -48,7 +48,9 @@ def export(
         Path, typer.Option("--output", "-o", metavar="FILE", help="ONNX file to write.", show_default=False)
     ],
     opset: Annotated[int | None, typer.Option(help="Of the standard operators, 18 to 25. Default: 20.")] = None,
-    dtype: Annotated[DType | None, typer.Option(help="Convert the model's weights first.")] = None,
+    dtype: Annotated[
+        DType | None, typer.Option(help="Convert the model's weights first. Default: as they are.")
+    ] = None,
     class_: Annotated[
         str | None, typer.Option("--class", metavar="NAME", help="Class of transformers, if not the configuration's.")
     ] = None,
@@ -80,13 +82,14 @@ def export(
         if source.startswith(HF):
             from flashonnx.cli._hf import example
 
-            arguments = example(source.removeprefix(HF), class_, lengths(size))
+            kind = None if dtype is None else dtype.value
+            arguments = example(source.removeprefix(HF), class_, lengths(size), kind)
         else:
             if class_ or size:
                 raise ValueError("export: --class and --size are for hf:FOLDER; a function makes its own inputs")
             arguments = _called(source)
-        if dtype is not None:
-            arguments = _converted(arguments, dtype.value)
+            if dtype is not None:
+                arguments = _converted(arguments, dtype.value)
         if opset is not None:
             arguments["opset"] = opset
         if kv_cache is not None:  # it has inputs of its own

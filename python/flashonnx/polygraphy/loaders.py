@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -199,12 +200,23 @@ def _full_names(providers: Sequence[str]) -> list[str]:
 
 def _tensorrt() -> ModuleType:
     """The TensorRT that Polygraphy uses in this process."""
-    name = "tensorrt_rtx" if config.USE_TENSORRT_RTX else "tensorrt"
+    name, other = ("tensorrt_rtx", "tensorrt") if config.USE_TENSORRT_RTX else ("tensorrt", "tensorrt_rtx")
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        other = "set POLYGRAPHY_USE_TENSORRT_RTX=1 for TensorRT-RTX" if name == "tensorrt" else "unset the variable"
-        install = name.replace("_", "-")
-        raise ModuleNotFoundError(f"{name} is not installed: pip install {install} ({other})", name=name) from None
+    except ImportError as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == name:
+            raise ModuleNotFoundError(_missing(name, other), name=name) from None
+        said = f"{name} is installed, but cannot be imported: {error}; install {name.replace('_', '-')} again"
+        raise ModuleNotFoundError(said, name=error.name) from error
+
+
+def _missing(name: str, other: str) -> str:
+    """What to do without this TensorRT, which Polygraphy took as its variable says."""
+    switch = {
+        "tensorrt_rtx": "set POLYGRAPHY_USE_TENSORRT_RTX=1 before the command, for TensorRT-RTX",
+        "tensorrt": "unset POLYGRAPHY_USE_TENSORRT_RTX, for TensorRT",
+    }[other]
+    if importlib.util.find_spec(other) is not None:
+        return f"{name} is not installed, but {other} is: {switch}; or pip install {name.replace('_', '-')}"
+    alternative = f"pip install {other.replace('_', '-')} and {switch}"
+    return f"neither {name} nor {other} is installed: pip install {name.replace('_', '-')}; or {alternative}"

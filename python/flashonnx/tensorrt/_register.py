@@ -37,9 +37,12 @@ def register(tensorrt: ModuleType | None = None, *, parser: bool = True) -> None
             message says what to do.
     """
     for module in [tensorrt] if tensorrt is not None else modules():
+        is_new = not _is_registered(module)
+        if is_new:
+            _check_adapter()
         if parser and module.__name__ == "tensorrt_rtx":
             _provide_rtx_link()
-        if not _is_registered(module):
+        if is_new:
             _load(module)
 
 
@@ -90,10 +93,13 @@ def _is_registered(tensorrt: ModuleType) -> bool:
     return False
 
 
+def _check_adapter() -> None:
+    if not hasattr(ctypes.CDLL(library_path()), "getCreators"):
+        raise LibraryError(f"{library_path()} is {_NO_ADAPTER}")
+
+
 def _load(tensorrt: ModuleType) -> None:
     path = library_path()
-    if not hasattr(ctypes.CDLL(path), "getCreators"):
-        raise LibraryError(f"{path} is {_NO_ADAPTER}")
     if tensorrt.get_plugin_registry().load_library(path) is None or not _is_registered(tensorrt):
         raise LibraryError(
             f"{tensorrt.__name__} {tensorrt.__version__} refused {path}; its log says why (10.3 and later can work)"
