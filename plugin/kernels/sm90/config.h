@@ -1,6 +1,5 @@
-// Tile shapes, one per bucket of head dimensions: the larger of D and Dv is rounded up to one (but
-// D up to 192 with Dv up to 128 has its own), and the copy engine fills what is missing of either
-// with zeros.
+// Tile shapes, for buckets of head dimensions: the larger of D and Dv is rounded up to one
+// (launch.cpp says which), and the copy engine fills what is missing of either with zeros.
 //
 // A block has one producer warpgroup and kGroups consumer warpgroups of 64 queries each, which
 // share the tiles of K and V. It stays on its multiprocessor and takes one tile of queries after
@@ -137,9 +136,7 @@ using Tiling256 = Tiling<256, 2, 64, 2, 1, true>;  //               128      193
 // of queries beside biases.
 using Masked64 = Tiling<64, 3, 128, 4, 3, true, Masks::kPacked>;
 using MaskedShort64 = Tiling<64, 2, 128, 4, 3, true, Masks::kPacked>;
-using Masked96 = Tiling<96, 2, 128, 3, 2, true, Masks::kPacked>;
 using Masked128 = Tiling<128, 2, 128, 2, 2, true, Masks::kPacked>;
-using Masked192 = Tiling<192, 2, 96, 2, 1, false, Masks::kPacked>;
 using Masked192x128 = Tiling<192, 2, 128, 2, 1, true, Masks::kPacked, 128>;
 using Masked256 = Tiling<256, 2, 64, 2, 1, true, Masks::kPacked>;
 // With a mask that is packed to weights, in bfloat16.
@@ -147,9 +144,7 @@ using Weighted64 = Tiling<64, 3, 128, 3, 3, true, Masks::kWeights>;     //      
 using Weighted128 = Tiling<128, 2, 128, 2, 2, false, Masks::kWeights>;  //      128      225 KB
 // The general kernel's, with room for masks.
 using General64 = Tiling<64, 3, 128, 2, 2, true, Masks::kGeneral>;    //        192      209 KB
-using General96 = Tiling<96, 2, 128, 2, 2, true, Masks::kGeneral>;    //        128      209 KB
 using General128 = Tiling<128, 2, 128, 2, 1, true, Masks::kGeneral>;  //        128      225 KB
-using General192 = Tiling<192, 2, 64, 2, 1, false, Masks::kGeneral>;  //        128      177 KB
 using General256 = Tiling<256, 2, 64, 2, 1, false, Masks::kGeneral>;  //        128      225 KB
 
 // A tiling for projections that still lack their biases: of kernels for it others pay nothing,
