@@ -7,8 +7,8 @@
 
 #include "kernels/common/status.h"
 #include "kernels/sm90/config.h"
+#include "kernels/sm90/few_keys.h"
 #include "kernels/sm90/gathering.h"
-#include "kernels/sm90/lean.h"
 #include "kernels/sm90/packed_mask.h"
 #include "kernels/sm90/packed_weights.h"
 #include "kernels/sm90/tensor_map.h"
@@ -25,6 +25,16 @@ bool is_gathered(const Params& params) {
 
 bool is_aligned(const flashonnx_tensor& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0;
+}
+
+// How a problem is done: what kernels take, what workspace they get and what is launched all follow
+// from this.
+enum class Way { kGathered, kFewKeys, kWeights, kTiles };
+
+Way way_of(const Params& params) {
+  if (is_gathered(params)) return Way::kGathered;
+  if (has_few_keys(params)) return Way::kFewKeys;
+  return is_weighed(params) ? Way::kWeights : Way::kTiles;
 }
 
 }  // namespace
@@ -52,8 +62,8 @@ const char* refusal(const Params& params) {
   }
   // The kernel that packs a mask takes longer than what there is to gain.
   constexpr int64_t kFewKeys = 128;
-  if (is_present(params.mask) && !is_gathered(params) && params.kv_length <= kFewKeys &&
-      !is_lean(params))
+  if (is_present(params.mask) && params.kv_length <= kFewKeys && !is_gathered(params) &&
+      way_of(params) != Way::kFewKeys)
     return "leaves masks of up to 128 keys to kernels that read them as they are";
   // Counted in 32 bits, with the blocks of a round added.
   constexpr int64_t kMostTiles = int64_t{1} << 30;
@@ -132,8 +142,14 @@ Gathering gathering_of(const Params& params, const Plan& plan, int keys, int box
 }
 
 int64_t workspace(const Params& params) {
-  if (is_gathered(params) || is_lean(params)) return 0;
-  return is_weighed(params) ? weights_bytes(params) : packed_mask_bytes(params);
+  switch (way_of(params)) {
+    case Way::kWeights:
+      return weights_bytes(params);
+    case Way::kTiles:
+      return packed_mask_bytes(params);
+    default:
+      return 0;
+  }
 }
 int64_t workspace_bound(const Params& maxima) {
   const bool taken = maxima.device.arch == 90 && size_of(maxima.q.dtype) == 2;
@@ -159,9 +175,11 @@ bool prefers_short_tiles(const Params& params) {
   return time(128, 176, 95) < time(192, 202, 128);
 }
 
+// The dense kernel, that of masks of keys or bits, or the general one: rare ones are those of
+// larger heads (docs/kernel_sm90.md says what that costs).
 template <class C, class Masked, class General>
-flashonnx_status launch_one_of(const Params& params, const Plan& plan, void* workspace,
-                               cudaStream_t stream) {
+flashonnx_status launch_one_of(const Params& params, void* workspace, cudaStream_t stream) {
+  const Plan plan = plan_of(params);
   // Biases that are divided by the scale shall stay in the range of float32.
   const bool common = params.scale > 1e-6f && params.scale < 1e6f;
   PackedMask packed = {};
@@ -183,12 +201,11 @@ flashonnx_status launch_one_of(const Params& params, const Plan& plan, void* wor
 }
 
 template <class C>
-flashonnx_status launch_weighted(const Params& params, const Plan& plan, void* workspace,
-                                 cudaStream_t stream) {
+flashonnx_status launch_weighted(const Params& params, void* workspace, cudaStream_t stream) {
   PackedMask packed = {};
   FLASHONNX_RETURN_IF_ERROR(
       pack_weights(params, C::kQueries, C::kKeys, workspace, stream, &packed));
-  return Kernels<C>::launch(params, plan, packed, stream);
+  return Kernels<C>::launch(params, plan_of(params), packed, stream);
 }
 
 }  // namespace
@@ -200,36 +217,36 @@ flashonnx_status launch(const Params& params, void* workspace, void* stream_) {
   if (!is_aligned(params.q) || !is_aligned(params.k) || !is_aligned(params.v) || no_keys ||
       (!is_aligned(params.mask) && params.mask.stride[2] != 0))
     return sm80::launch(params, workspace, stream_);
-  const int64_t dim = std::max(params.head_dim, params.value_dim);
   const auto stream = static_cast<cudaStream_t>(stream_);
-  if (is_gathered(params)) {
-    if (dim <= 64) return launch_gathered_64(params, stream);
-    if (dim <= 128) return launch_gathered_128(params, stream);
-    return launch_gathered_256(params, stream);
-  }
-  if (is_lean(params)) return launch_lean_64(params, stream);
-  const Plan plan = plan_of(params);
-  if (is_weighed(params)) {
-    return dim <= 64 ? launch_weighted<Weighted64>(params, plan, workspace, stream)
-                     : launch_weighted<Weighted128>(params, plan, workspace, stream);
+  const int64_t dim = std::max(params.head_dim, params.value_dim);
+  switch (way_of(params)) {
+    case Way::kGathered:
+      if (dim <= 64) return launch_gathered_64(params, stream);
+      return dim <= 128 ? launch_gathered_128(params, stream) : launch_gathered_256(params, stream);
+    case Way::kFewKeys:
+      return launch_few_keys(params, stream);
+    case Way::kWeights:
+      return dim <= 64 ? launch_weighted<Weighted64>(params, workspace, stream)
+                       : launch_weighted<Weighted128>(params, workspace, stream);
+    case Way::kTiles:
+      break;
   }
   if (is_present(params.q_bias))
-    return Kernels<Biased<Short64>>::launch(params, plan, PackedMask(), stream);
-  // Rare kernels are the next larger ones': docs/kernel_sm90.md says what that costs.
-  const auto one_of = [&]<class C, class Masked, class General>(C, Masked, General) {
-    return launch_one_of<C, Masked, General>(params, plan, workspace, stream);
+    return Kernels<Biased<Short64>>::launch(params, plan_of(params), PackedMask(), stream);
+  const auto launch = [&]<class C, class Masked, class General>(C, Masked, General) {
+    return launch_one_of<C, Masked, General>(params, workspace, stream);
   };
   if (dim <= 64) {
-    return prefers_short_tiles(params) ? one_of(Short64(), MaskedShort64(), General64())
-                                       : one_of(Tiling64(), Masked64(), General64());
+    return prefers_short_tiles(params) ? launch(Short64(), MaskedShort64(), General64())
+                                       : launch(Tiling64(), Masked64(), General64());
   }
-  if (dim <= 96) return one_of(Tiling96(), Masked128(), General128());
-  if (dim <= 128) return one_of(Tiling128(), Masked128(), General128());
+  if (dim <= 96) return launch(Tiling96(), Masked128(), General128());
+  if (dim <= 128) return launch(Tiling128(), Masked128(), General128());
   if (dim <= 192) {
-    return params.value_dim <= 128 ? one_of(Tiling192x128(), Masked192x128(), General256())
-                                   : one_of(Tiling192(), Masked256(), General256());
+    return params.value_dim <= 128 ? launch(Tiling192x128(), Masked192x128(), General256())
+                                   : launch(Tiling192(), Masked256(), General256());
   }
-  return one_of(Tiling256(), Masked256(), General256());
+  return launch(Tiling256(), Masked256(), General256());
 }
 
 }  // namespace flashonnx::sm90
