@@ -15,10 +15,9 @@ Plan plan_of(const Params& params) {
   const Rows queries = query_rows(params), keys = key_rows(params);
   const int64_t heads = queries.batch * params.q_heads, group = params.q_heads / params.kv_heads;
   if (plan.longest_last) {
-    const int64_t bytes =
+    const int64_t bytes =  // at a launch there may be no keys
         std::max<int64_t>(params.kv_length * (params.head_dim + params.value_dim) * 2, 1);
-    // Without batch entries there are no heads.
-    section = std::clamp<int64_t>(kSectionBytes / bytes * group, 1, std::max<int64_t>(heads, 1));
+    section = std::clamp<int64_t>(kSectionBytes / bytes * group, 1, heads);
     while (heads % section != 0) --section;
   }
   plan.section = Divider(static_cast<uint32_t>(section));

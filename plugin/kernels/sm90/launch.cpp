@@ -69,7 +69,7 @@ const char* refusal(const Params& params) {
   constexpr int64_t kMostTiles = int64_t{1} << 30;
   const int64_t tiles =
       (q_rows.rows + 63) / 64 + (is_present(params.cu_seqlens_q) ? params.batch : 0);
-  if (tiles > kMostTiles / std::max<int64_t>(q_rows.batch * params.q_heads, 1))
+  if (tiles > kMostTiles / (q_rows.batch * params.q_heads))
     return "deals out up to 2^30 tiles of queries";
   return sm80::refusal(params);
 }
@@ -86,15 +86,14 @@ bool adds_biases(const Params& params) {
   };
   if (!known(params.q) || !known(params.k) || !known(params.v)) return false;
   return !is_gathered(params) && !is_present(params.mask) && !is_present(params.lse) &&
-         !is_present(params.sinks) && !plan_of(params).all_tiles && params.kv_length > 0 &&
-         params.value_dim == 64 && params.head_dim <= 64 && params.head_dim % 8 == 0 &&
-         fits(params.q_bias, params.q_heads) && fits(params.v_bias, params.kv_heads);
+         !is_present(params.sinks) && !plan_of(params).all_tiles && params.value_dim == 64 &&
+         params.head_dim <= 64 && params.head_dim % 8 == 0 && fits(params.q_bias, params.q_heads) &&
+         fits(params.v_bias, params.kv_heads);
 }
 
 // The copy engine counts rows in 32 bits.
 int64_t rows_of_page(const Params& params, const flashonnx_tensor& tensor) {
   if (params.num_pages <= 1) return params.page_size;
-  if (tensor.stride[2] == 0) return 0;
   const int64_t rows = tensor.stride[0] / tensor.stride[2];
   const bool fits = tensor.stride[0] % tensor.stride[2] == 0 && rows >= params.page_size &&
                     rows <= std::numeric_limits<int32_t>::max() / params.num_pages;
