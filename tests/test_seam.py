@@ -267,6 +267,27 @@ def test_workspace_bound(library: Library, device: Device, dtype: str, random: n
         assert 0 <= library.workspace(smaller) <= bound
 
 
+@pytest.mark.parametrize("size", ["batch", "q_length", "kv_length"])
+@pytest.mark.parametrize("mask", [None, "rows", "keys"])
+@pytest.mark.parametrize("is_causal", [0, 1])
+def test_empty_problems_have_a_kernel(library: Library, size: str, mask: str | None, is_causal: int) -> None:
+    """Kernels are chosen by quotients of sizes; a division by none would end the process."""
+    params = attention_params(library, HOPPER, **_arrays("float16"), is_causal=bool(is_causal))
+    if not _has_kernels(library, params):
+        pytest.skip("built without CUDA kernels")
+    for name in ("q", "k", "v", "o"):
+        getattr(params, name).dtype = DTYPES["bfloat16"]
+    for length in ("q_length", "kv_length", "mask_keys"):
+        setattr(params, length, 2048)
+    if mask:
+        params.mask = _tensor("bfloat16", stride=(0, 0, 2048 if mask == "rows" else 0, 1))
+    setattr(params, size, 0)
+    if size == "kv_length":
+        params.mask_keys = 0
+    assert library.supported(params)
+    assert 0 <= library.workspace(params) <= library.workspace_bound(params)
+
+
 def test_workspace_bound_of_masks(library: Library) -> None:
     """A mask with a row for each head may become one that heads share, which Hopper's kernels pack."""
     maxima = attention_params(library, HOPPER, **_arrays("float16"))

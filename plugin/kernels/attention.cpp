@@ -128,14 +128,33 @@ struct Plan {
   Params given;  // with sums in place of projections whose biases no kernel adds
   Sums sums;
   Resolved resolved;
+  Params asked;  // what kernels are chosen by
   const Kernel* kernel = nullptr;
 };
+
+// The problem with one of everything that it has none of: kernels are not asked about empty ones,
+// so that none divides by nothing. Its workspace is enough for the problem itself.
+Params at_least_one(Params p) {
+  const auto fill = [](int64_t& size) { size = std::max<int64_t>(size, 1); };
+  fill(p.batch), fill(p.q_length), fill(p.kv_length);
+  if (present(p.cu_seqlens_q)) fill(p.q_tokens);
+  if (present(p.cu_seqlens_k)) fill(p.kv_tokens);
+  if (present(p.block_table)) fill(p.num_pages);
+  return p;
+}
+
+flashonnx_status choose(Plan* plan) {
+  plan->resolved = {};
+  resolve(plan->given, &plan->resolved);
+  plan->asked = at_least_one(plan->resolved.problem);
+  return select(plan->asked, &plan->kernel);
+}
 
 // Whether the kernel that was chosen adds the projections' biases. Those of new keys, behind a past
 // without them, are not the same for all keys.
 bool adds_biases(const Plan& plan) {
   return plan.kernel->adds_biases != nullptr && !plan.resolved.concatenate &&
-         plan.kernel->adds_biases(plan.resolved.problem);
+         plan.kernel->adds_biases(plan.asked);
 }
 
 // `bound`: for all smaller problems, too, of which another kernel may be chosen.
@@ -151,13 +170,10 @@ flashonnx_status make_plan(const Params* params, Plan* plan, bool bound = false)
   }
   FLASHONNX_RETURN_IF_ERROR(validate(*params));
   plan->given = *params;
-  resolve(plan->given, &plan->resolved);
-  FLASHONNX_RETURN_IF_ERROR(select(plan->resolved.problem, &plan->kernel));
+  FLASHONNX_RETURN_IF_ERROR(choose(plan));
   if (!has_projection_bias(*params) || (!bound && adds_biases(*plan))) return ok();
   plan->given = with_sums(*params, &plan->sums);
-  plan->resolved = {};
-  resolve(plan->given, &plan->resolved);
-  return select(plan->resolved.problem, &plan->kernel);
+  return choose(plan);
 }
 
 flashonnx_status execute(const Params& given, Plan& plan, char* workspace, void* stream) {
@@ -290,9 +306,8 @@ flashonnx_status flashonnx_attention_workspace(const flashonnx_attention_params*
                                                int64_t* bytes) {
   Plan plan;
   FLASHONNX_RETURN_IF_ERROR(make_plan(params, &plan));
-  const Params& p = plan.resolved.problem;
   *bytes = plan.sums.bytes + plan.resolved.bytes +
-           (plan.kernel->workspace ? plan.kernel->workspace(p) : 0);
+           (plan.kernel->workspace ? plan.kernel->workspace(plan.asked) : 0);
   return ok();
 }
 
@@ -304,7 +319,7 @@ flashonnx_status flashonnx_attention_workspace_bound(const flashonnx_attention_p
   int64_t most = 0;
   for (const Kernel* kernel = kernels(); kernel->name != nullptr; ++kernel) {
     if (kernel->device == maxima->device.kind && kernel->workspace_bound != nullptr) {
-      most = std::max(most, kernel->workspace_bound(plan.resolved.problem));
+      most = std::max(most, kernel->workspace_bound(plan.asked));
     }
   }
   *bytes = plan.sums.bytes + plan.resolved.bytes + most;

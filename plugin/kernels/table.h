@@ -39,8 +39,8 @@ struct Kernel {
   uint32_t dtypes;       // bits 1 << FLASHONNX_FLOAT32 ...: of Q, K and V
   int64_t max_head_dim;  // of D and Dv
   uint32_t features;
-  // Bytes of workspace for this problem, and at most for any problem of sizes up to these; null:
-  // none.
+  // Bytes of workspace for this problem, and at most for any of sizes up to these; null: none. As
+  // the functions after launch, they are asked with one of what there is none of: attention.cpp.
   int64_t (*workspace)(const Params&);
   int64_t (*workspace_bound)(const Params&);
   // Called with a validated problem without past, present, cache and rotary embedding (resolve.h

@@ -15,10 +15,9 @@ Plan plan_of(const Params& params) {
   const Rows queries = query_rows(params), keys = key_rows(params);
   const int64_t heads = queries.batch * params.q_heads, group = params.q_heads / params.kv_heads;
   if (plan.longest_last) {
-    const int64_t bytes =
+    const int64_t bytes =  // at a launch there may be no keys
         std::max<int64_t>(params.kv_length * (params.head_dim + params.value_dim) * 2, 1);
-    // Without batch entries there are no heads.
-    section = std::clamp<int64_t>(kSectionBytes / bytes * group, 1, std::max<int64_t>(heads, 1));
+    section = std::clamp<int64_t>(kSectionBytes / bytes * group, 1, heads);
     while (heads % section != 0) --section;
   }
   plan.section = Divider(static_cast<uint32_t>(section));
@@ -29,6 +28,8 @@ Plan plan_of(const Params& params) {
   plan.mask_per_key = mask && (params.mask.stride[2] == 0 || params.q_length == 1);
   plan.all_tiles = params.softcap > 0 || !(params.scale > 0) || (mask && !plan.mask_per_key);
   plan.factor = params.scale * kLog2e;
+  const bool biases = mask && (plan.mask_per_key || plan.mask_bytes != 1);
+  plan.unit = biases || params.softcap > 0 || !(params.scale > 0) ? kLog2e : plan.factor;
   if (params.softcap > 0) {
     plan.cap_in = params.scale / params.softcap;
     plan.cap_out = params.softcap * kLog2e;

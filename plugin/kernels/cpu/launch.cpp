@@ -59,8 +59,8 @@ Plan make_plan(const Params& params) {
   const int64_t cap =
       std::clamp<int64_t>(kRowFloats / dims / kBlockRows * kBlockRows, kMinRows, kMaxRows);
   const int64_t heads = params.batch * params.kv_heads;
-  const int64_t tiles = std::max(ceil_div(plan.total_rows, cap),
-                                 ceil_div(4 * threads(params), std::max<int64_t>(heads, 1)));
+  const int64_t tiles =
+      std::max(ceil_div(plan.total_rows, cap), ceil_div(4 * threads(params), heads));
   plan.rows = std::clamp<int64_t>(
       ceil_div(ceil_div(plan.total_rows, tiles), kBlockRows) * kBlockRows, kBlockRows, cap);
   plan.row_tiles = ceil_div(plan.total_rows, plan.rows);

@@ -1,6 +1,5 @@
-// Tile shapes, one per bucket of head dimensions: the larger of D and Dv is rounded up to one (but
-// D up to 192 with Dv up to 128 has its own), and the copy engine fills what is missing of either
-// with zeros.
+// Tile shapes, for buckets of head dimensions: the larger of D and Dv is rounded up to one
+// (launch.cpp says which), and the copy engine fills what is missing of either with zeros.
 //
 // A block has one producer warpgroup and kGroups consumer warpgroups of 64 queries each, which
 // share the tiles of K and V. It stays on its multiprocessor and takes one tile of queries after
@@ -21,20 +20,35 @@ struct Layout {
   uint32_t rows, box;
 };
 
-template <int kDim_, int kGroups_, int kKeys_, int kStages_, int kQueryStages_, bool kTurns_,
-          Masks kMasks_ = Masks::kNone, int kValueDim_ = kDim_>
+// How shared memory is dealt out.
+struct Stages {
+  int keys;     // of a tile
+  int tiles;    // of K, and of V, that are under way or in use
+  int queries;  // as well, tiles of Q
+};
+
+// A tile has as many keys, up to 128, as let two tiles of K and V stand beside one of Q. Then there
+// are as many of them, up to four, as leave room for another of Q; and of Q up to `most_queries`:
+// rows leave through their place while the next are in use and those after them come.
+constexpr Stages stages_of(int bytes, int query_bytes, int bytes_of_key, int most_queries) {
+  const auto fit = [&](int keys, int tiles, int queries) {
+    return tiles * keys * bytes_of_key + queries * query_bytes <= bytes;
+  };
+  Stages stages = {128, 2, 1};
+  while (!fit(stages.keys, 2, 1)) stages.keys -= 32;
+  while (stages.tiles < 4 && fit(stages.keys, stages.tiles + 1, 2)) ++stages.tiles;
+  while (stages.queries < most_queries && fit(stages.keys, stages.tiles, stages.queries + 1))
+    ++stages.queries;
+  return stages;
+}
+
+template <int kDim_, int kGroups_ = 2, Masks kMasks_ = Masks::kNone, int kValueDim_ = kDim_>
 struct Tiling {
   static constexpr int kDim = kDim_;            // of Q and K
   static constexpr int kValueDim = kValueDim_;  // of V and the output
   static constexpr int kGroups = kGroups_;
   static constexpr int kQueries = 64 * kGroups;
   static constexpr int kThreads = 128 * (kGroups + 1);
-  static constexpr int kKeys = kKeys_;
-  static constexpr int kStages = kStages_;  // tiles of K, and of V, that are under way or in use
-  static constexpr int kQueryStages = kQueryStages_;  // as well, of Q
-  // Warpgroups take turns at the tensor cores, so that the softmax of one runs beside the products
-  // of another.
-  static constexpr bool kTurns = kTurns_;
 
   // The general kernel: soft cap, and masks that depend on the query, which come with K.
   static constexpr bool kGeneral = kMasks_ == Masks::kGeneral;
@@ -46,23 +60,8 @@ struct Tiling {
 
   // Registers of a thread: 65536 for all. Softmax and output live in the consumers'.
   static constexpr int kProducerRegisters = kGroups == 2 ? 40 : 32;
-  static constexpr int kConsumerRegisters = kGroups == 2 ? 232 : kGroups == 3 ? 160 : 120;
+  static constexpr int kConsumerRegisters = kGroups == 2 ? 232 : 160;
   static_assert(128 * (kProducerRegisters + kGroups * kConsumerRegisters) <= 65536);
-
-  // A swizzled box of the copy engine has rows of 128 bytes, or of 64 where the head dimension asks
-  // for it; a tile is kDim / kBox boxes side by side, of V kValueDim / kBox.
-  static constexpr int kBox = kDim % 64 == 0 ? 64 : 32;
-  static constexpr int kBoxes = kDim / kBox;
-  static constexpr int kValueBoxes = kValueDim / kBox;
-  static_assert(kValueDim % kBox == 0 && kValueDim <= kDim);  // the output goes to Q's place
-  static constexpr int kBoxRow = kBox * 2;                    // bytes
-  static constexpr int kQueryBytes = kQueries * kDim * 2;
-  static constexpr int kKeyBytes = kKeys * kDim * 2;
-  static constexpr int kValueBytes = kKeys * kValueDim * 2;
-  static constexpr int kMaskBytes = kGeneral ? kQueries * kKeys * 2 : 0;
-  static constexpr int kWeightBytes = kWeights ? 64 * kKeys * 2 : 0;  // of a group, which has one
-  static_assert(!kGeneral || kKeys % 64 == 0);
-  static_assert(kKeys % 16 == 0 && kKeys * kBoxRow % 1024 == 0 && kQueries <= 256);
 
   // P is summed up by the tensor cores, as a product with a tile of ones: they have time left at
   // head size 64, where warps are short of issue slots.
@@ -71,6 +70,48 @@ struct Tiling {
   // their own where the column of ones has no place beside V.
   static constexpr bool kOnesApart = kWeights && !kOnes;
   static constexpr bool kSumsByProducts = kOnes || kOnesApart;
+
+  // Biases of keys are one more product of Q K^T: 16 more features, of which Q's are constants and
+  // K's the parts of the bias.
+  static constexpr bool kBiasProduct = kPackedMasks;
+  static constexpr int kBiasBytes = kBiasProduct ? 16 : kWeights ? 0 : 4;
+
+  // A swizzled box of the copy engine has rows of 128 bytes, or of 64 where the head dimension asks
+  // for it; a tile is kDim / kBox boxes side by side, of V kValueDim / kBox.
+  static constexpr int kBox = kDim % 64 == 0 ? 64 : 32;
+  static constexpr int kBoxes = kDim / kBox;
+  static constexpr int kValueBoxes = kValueDim / kBox;
+  static_assert(kValueDim % kBox == 0 && kValueDim <= kDim);  // the output goes to Q's place
+  static constexpr int kBoxRow = kBox * 2;                    // bytes
+
+  // Shared memory, in bytes. Dynamic one need not begin at a multiple of what swizzling asks for.
+  static constexpr int kAlignment = 1024;
+  static constexpr int kMostBytes = 227 * 1024 - kAlignment;
+  static constexpr int kQueryBytes = kQueries * kDim * 2;
+  static constexpr int kOnesBytes = kOnes ? 16 * kBoxRow : kOnesApart ? 128 : 0;
+  static constexpr int kFactorBytes = kBiasProduct ? 128 : 0;
+  // What compute-sanitizer takes for read by the product with biases, of which a few bytes are read
+  // again and again, lies inside.
+  static constexpr int kSpareBytes = kBiasProduct ? 2048 : 0;
+  // Beside tiles; barriers and what is to be done fill no more than the last kilobyte.
+  static constexpr int kOtherBytes =
+      (kWeights ? kQueries * 128 * 2 : 0) + kOnesBytes + kFactorBytes + kSpareBytes + 1024;
+  // At head size 96, a third tile of Q costs 2 % of 4096 tokens.
+  static constexpr Stages kPlaces = stages_of(
+      kMostBytes - kOtherBytes, kQueryBytes,
+      (kDim + kValueDim + (kGeneral ? kQueries : 0)) * 2 + kBiasBytes, kDim == 96 ? 2 : 3);
+  static constexpr int kKeys = kPlaces.keys;
+  static constexpr int kStages = kPlaces.tiles;
+  static constexpr int kQueryStages = kPlaces.queries;
+  static constexpr int kKeyBytes = kKeys * kDim * 2;
+  static constexpr int kValueBytes = kKeys * kValueDim * 2;
+  static constexpr int kMaskBytes = kGeneral ? kQueries * kKeys * 2 : 0;
+  static constexpr int kWeightBytes = kWeights ? 64 * kKeys * 2 : 0;  // of a group, which has one
+  static_assert(!kGeneral || kKeys % 64 == 0);
+
+  // Warpgroups take turns at the tensor cores, so that the softmax of one runs beside the products
+  // of another; but where they were measured to be slower for it.
+  static constexpr bool kTurns = kGeneral ? kDim <= 128 : kWeights ? kDim == 64 : kValueDim != 192;
 
   // Exponentials of keys that the diagonal hides from a whole warp are left out. Elsewhere it costs
   // registers (three groups, head size 128) or gains nothing (256).
@@ -90,67 +131,51 @@ struct Tiling {
   // Queries are copied to registers, where there are some left.
   static constexpr bool kHoldsQueries = kDim == 128 && !kGeneral;
 
-  // Biases of keys are one more product of Q K^T: 16 more features, of which Q's are constants and
-  // K's the parts of the bias.
-  static constexpr bool kBiasProduct = kPackedMasks;
-  static constexpr int kBiasBytes = kBiasProduct ? 16 : kWeights ? 0 : 4;
-
   // A layout: box after box. Pages may come as whole rows.
   static constexpr uint32_t kRowsApart = 8 * kBoxRow / 16, kBoxesApart = kKeys * kBoxRow / 16;
 
   static constexpr int kScores = kKeys / 2;  // of a thread
   static constexpr int kOutputs = kValueDim / 2 + (kSumsByProducts ? 4 : 0);
 
-  // Shared memory: the stages of Q, K and V, of a mask, weights, a bias per key of each stage,
+  // Where things stand: the stages of Q, K and V, of a mask, weights, a bias per key of each stage,
   // barriers, what is to be done with each stage of Q, and two places of what was found
   // (visible.cuh).
   static constexpr int kMaskAt = kQueryStages * kQueryBytes + kStages * (kKeyBytes + kValueBytes);
   static constexpr int kWeightsAt = kMaskAt + kStages * kMaskBytes;
   static constexpr int kOnesAt = kWeightsAt + kGroups * kWeightBytes;
-  static constexpr int kOnesBytes = kOnes ? 16 * kBoxRow : kOnesApart ? 128 : 0;
   static constexpr int kBiasAt = kOnesAt + kOnesBytes;
   static constexpr int kFactorsAt = kBiasAt + kStages * kKeys * kBiasBytes;
-  static constexpr int kBarriersAt = kFactorsAt + (kBiasProduct ? 128 : 0);
+  static constexpr int kBarriersAt = kFactorsAt + kFactorBytes;
   static constexpr int kBarriers =
       2 * kQueryStages + 4 * kStages + (kWeights ? 2 * kGroups : 0) + 2 * 2;
   static constexpr int kItemBytes = 160;
   static constexpr int kItemsAt = kBarriersAt + (kBarriers * 8 + kStages * 4 + 15) / 16 * 16;
   static constexpr int kFoundAt = kItemsAt + kQueryStages * kItemBytes;
-  // What compute-sanitizer takes for read by the product with biases, of which a few bytes are read
-  // again and again, lies inside.
-  static constexpr int kSpareBytes = kBiasProduct ? 2048 : 0;
   static constexpr int kSharedBytes = kFoundAt + 2 * kItemBytes + kSpareBytes;
-  // Dynamic shared memory need not begin at a multiple of what swizzling asks for.
-  static constexpr int kAlignment = 1024;
-  static_assert(kSharedBytes + kAlignment <= 227 * 1024);
+  static_assert(kSharedBytes <= kMostBytes);
 };
 
-//                      dim  groups  keys  stages of K, V; Q  turns     queries  shared memory
-using Tiling64 = Tiling<64, 3, 128, 4, 3, true>;    //               192      203 KB
-using Short64 = Tiling<64, 2, 128, 4, 3, true>;     //               128      179 KB
-using Tiling96 = Tiling<96, 2, 128, 3, 2, true>;    //               128      193 KB
-using Tiling128 = Tiling<128, 2, 128, 2, 3, true>;  //               128      225 KB
-using Tiling192 = Tiling<192, 2, 96, 2, 1, false>;  //               128      193 KB
-using Tiling192x128 = Tiling<192, 2, 128, 2, 1, true, Masks::kNone, 128>;  // 128    209 KB
-using Tiling256 = Tiling<256, 2, 64, 2, 1, true>;  //               128      193 KB
-// With a mask of keys, or one that is packed to bits; head size 128 has no room for a third place
-// of queries beside biases.
-using Masked64 = Tiling<64, 3, 128, 4, 3, true, Masks::kPacked>;
-using MaskedShort64 = Tiling<64, 2, 128, 4, 3, true, Masks::kPacked>;
-using Masked96 = Tiling<96, 2, 128, 3, 2, true, Masks::kPacked>;
-using Masked128 = Tiling<128, 2, 128, 2, 2, true, Masks::kPacked>;
-using Masked192 = Tiling<192, 2, 96, 2, 1, false, Masks::kPacked>;
-using Masked192x128 = Tiling<192, 2, 128, 2, 1, true, Masks::kPacked, 128>;
-using Masked256 = Tiling<256, 2, 64, 2, 1, true, Masks::kPacked>;
+// In comments: queries and keys of a tile, tiles of K and V, tiles of Q.
+using Tiling64 = Tiling<64, 3>;                           // 192 x 128, 4, 3
+using Short64 = Tiling<64>;                               // 128 x 128, 4, 3
+using Tiling96 = Tiling<96>;                              // 128 x 128, 3, 2
+using Tiling128 = Tiling<128>;                            // 128 x 128, 2, 3
+using Tiling192 = Tiling<192>;                            // 128 x  96, 2, 1
+using Tiling192x128 = Tiling<192, 2, Masks::kNone, 128>;  // 128 x 128, 2, 1
+using Tiling256 = Tiling<256>;                            // 128 x  64, 2, 1
+// With a mask of keys, or one that is packed to bits.
+using Masked64 = Tiling<64, 3, Masks::kPacked>;             // 192 x 128, 4, 3
+using MaskedShort64 = Tiling<64, 2, Masks::kPacked>;        // 128 x 128, 4, 3
+using Masked128 = Tiling<128, 2, Masks::kPacked>;           // 128 x 128, 2, 2
+using Masked192x128 = Tiling<192, 2, Masks::kPacked, 128>;  // 128 x 128, 2, 1
+using Masked256 = Tiling<256, 2, Masks::kPacked>;           // 128 x  64, 2, 1
 // With a mask that is packed to weights, in bfloat16.
-using Weighted64 = Tiling<64, 3, 128, 3, 3, true, Masks::kWeights>;     //      192      217 KB
-using Weighted128 = Tiling<128, 2, 128, 2, 2, false, Masks::kWeights>;  //      128      225 KB
+using Weighted64 = Tiling<64, 3, Masks::kWeights>;    // 192 x 128, 3, 3
+using Weighted128 = Tiling<128, 2, Masks::kWeights>;  // 128 x 128, 2, 2
 // The general kernel's, with room for masks.
-using General64 = Tiling<64, 3, 128, 2, 2, true, Masks::kGeneral>;    //        192      209 KB
-using General96 = Tiling<96, 2, 128, 2, 2, true, Masks::kGeneral>;    //        128      209 KB
-using General128 = Tiling<128, 2, 128, 2, 1, true, Masks::kGeneral>;  //        128      225 KB
-using General192 = Tiling<192, 2, 64, 2, 1, false, Masks::kGeneral>;  //        128      177 KB
-using General256 = Tiling<256, 2, 64, 2, 1, false, Masks::kGeneral>;  //        128      225 KB
+using General64 = Tiling<64, 3, Masks::kGeneral>;    // 192 x 128, 2, 2
+using General128 = Tiling<128, 2, Masks::kGeneral>;  // 128 x 128, 2, 1
+using General256 = Tiling<256, 2, Masks::kGeneral>;  // 128 x  64, 2, 1
 
 // A tiling for projections that still lack their biases: of kernels for it others pay nothing,
 // where a branch that they pass by costs them up to a microsecond when code comes cold.
@@ -173,7 +198,7 @@ struct Gathered : C {
   static constexpr int kDrawnAt = C::kItemsAt + C::kQueryStages * kItemBytes;
   static constexpr int kPlacesAt = kDrawnAt + (2 * 64 + 5 * 8 + 15) / 16 * 16;
   static constexpr int kSharedBytes = kPlacesAt + 2 * 32 * 4;
-  static_assert(kSharedBytes + C::kAlignment <= 227 * 1024);
+  static_assert(kSharedBytes <= C::kMostBytes);
 };
 
 }  // namespace flashonnx::sm90

@@ -167,7 +167,7 @@ class Consumer {
                                        float (&output)[C::kOutputs], RowState& state) {
     int tile = last_tile_ - 1;
     while (tile >= item().span.first_tile) {
-      const Runs<C> runs = {p_, packed_, has_bits(), shared_, queries_, lane_here(), last_tile_};
+      const Runs<C> runs = {p_, packed_, has_bits(), shared_, queries_, lane_here()};
       bool biased = C::kGeneral && general().has_row_biases();
       int run = INT_MAX;
       if constexpr (C::kGathered) run = item().misses ? 0 : run;  // pages: no steps for these alone
@@ -212,7 +212,7 @@ class Consumer {
     if constexpr (kLook == Look::kBounds) {
       int before = tile + 1;
       if constexpr (C::kMarks)
-        if (marked()) before = first_visible(item().marks.visible, tile + 1, last_tile_);
+        if (marked()) before = first_visible(item().marks.visible, tile + 1, item().span.last_tile);
       wait_for_values(item().span, before);
     } else {
       barrier_wait(shared_.v_full(values_.stage()), values_.round());
@@ -413,10 +413,11 @@ class Consumer {
     named_sync(1 + C::kGroups + lane_.group, 128);
   }
 
-  // The warp is done with what the barrier guards.
+  // The warp is done with what the barrier guards. The general kernel has no register left to keep
+  // whether a thread is the one.
   __device__ __forceinline__ void release(uint32_t barrier) {
     __syncwarp();
-    if (lane_.lane == 0) barrier_arrive(barrier);
+    if ((C::kGeneral ? lane_here() : lane_).lane == 0) barrier_arrive(barrier);
   }
 
   __device__ __forceinline__ void begin_turn() {

@@ -2,8 +2,8 @@
 
 namespace flashonnx::sm90 {
 
-flashonnx_status launch_128(const Params& params, void* workspace, cudaStream_t stream) {
-  return launch_one_of<Tiling128, Masked128, General128>(params, workspace, stream);
-}
+template struct Kernels<Tiling128>;
+template struct Kernels<Masked128>;
+template struct Kernels<General128>;
 
 }  // namespace flashonnx::sm90

@@ -2,10 +2,8 @@
 
 namespace flashonnx::sm90 {
 
-flashonnx_status launch_192(const Params& params, void* workspace, cudaStream_t stream) {
-  return params.value_dim <= Tiling192x128::kValueDim
-             ? launch_one_of<Tiling192x128, Masked192x128, General192>(params, workspace, stream)
-             : launch_one_of<Tiling192, Masked192, General192>(params, workspace, stream);
-}
+template struct Kernels<Tiling192>;
+template struct Kernels<Tiling192x128>;
+template struct Kernels<Masked192x128>;
 
 }  // namespace flashonnx::sm90

@@ -2,8 +2,8 @@
 
 namespace flashonnx::sm90 {
 
-flashonnx_status launch_256(const Params& params, void* workspace, cudaStream_t stream) {
-  return launch_one_of<Tiling256, Masked256, General256>(params, workspace, stream);
-}
+template struct Kernels<Tiling256>;
+template struct Kernels<Masked256>;
+template struct Kernels<General256>;
 
 }  // namespace flashonnx::sm90

@@ -68,8 +68,8 @@ class Gatherer {
       for (; tile >= end; --tile) {
         const uint32_t next = shared_.k_full(1) - shared_.k_full(0), free = next / 2;
         const uint32_t full =
-            (values_ ? shared_.v_full(0) : shared_.k_full(0)) + ring_.stage * next;
-        barrier_wait(full + free, ring_.round ^ 1);
+            (values_ ? shared_.v_full(0) : shared_.k_full(0)) + ring_.stage() * next;
+        barrier_wait(full + free, ring_.round() ^ 1);
         if (is_elected()) copy_tile(tile, full);
         __syncwarp();
         ring_.advance();
@@ -93,8 +93,8 @@ class Gatherer {
 
   // By one lane.
   __device__ __forceinline__ void copy_tile(int tile, uint32_t full) const {
-    const uint32_t to = (values_ ? shared_.v(0) : shared_.k(0)) + ring_.stage * C::kKeyBytes;
-    if (misses_) *shared_.present(ring_.stage) = present(tile);
+    const uint32_t to = (values_ ? shared_.v(0) : shared_.k(0)) + ring_.stage() * C::kKeyBytes;
+    if (misses_) *shared_.present(ring_.stage()) = present(tile);
     barrier_arrive_expecting(full, C::kKeyBytes);
     const int32_t* const places = places_ + static_cast<uint32_t>(tile * boxes_) % 32;
     if (!p_.pages.table) {
@@ -153,7 +153,8 @@ class Gatherer {
     const Pages& pages = p_.pages;
     const int key = key_of(chunk);
     if (!inside(key)) return -1;
-    return pages.table[batch_ * pages.table_batch + pages.size.quotient(key) * pages.table_page];
+    return pages.table[static_cast<uint32_t>(batch_) * pages.table_batch +
+                       pages.size.quotient(key) * pages.table_page];
   }
 
   // The places of its boxes. Outside the tensor there are zeros.
@@ -186,7 +187,7 @@ class Gatherer {
   const int boxes_;        // of a tile of keys
   int32_t* const places_;  // of the boxes of the chunk at hand
   uint32_t count_ = 0;     // of tiles of queries
-  Ring<C::kStages> ring_;
+  PackedRing<C::kStages> ring_;
   int batch_, head_, limit_, first_tile_, last_tile_, first_key_, outer_;
   int32_t before_;    // page of the lane's box in the chunk before
   bool misses_;       // pages, of any of the keys

@@ -1,4 +1,4 @@
-// Which problems are taken, and the tiling for their head dimensions.
+// Which problems are taken, and by which kernels.
 #include "kernels/sm90/launch.h"
 
 #include <algorithm>
@@ -6,8 +6,9 @@
 #include <numeric>
 
 #include "kernels/common/status.h"
+#include "kernels/sm90/config.h"
+#include "kernels/sm90/few_keys.h"
 #include "kernels/sm90/gathering.h"
-#include "kernels/sm90/lean.h"
 #include "kernels/sm90/packed_mask.h"
 #include "kernels/sm90/packed_weights.h"
 #include "kernels/sm90/tensor_map.h"
@@ -24,6 +25,16 @@ bool is_gathered(const Params& params) {
 
 bool is_aligned(const flashonnx_tensor& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0;
+}
+
+// How a problem is done: what kernels take, what workspace they get and what is launched all follow
+// from this.
+enum class Way { kGathered, kFewKeys, kWeights, kTiles };
+
+Way way_of(const Params& params) {
+  if (is_gathered(params)) return Way::kGathered;
+  if (has_few_keys(params)) return Way::kFewKeys;
+  return is_weighed(params) ? Way::kWeights : Way::kTiles;
 }
 
 }  // namespace
@@ -51,14 +62,14 @@ const char* refusal(const Params& params) {
   }
   // The kernel that packs a mask takes longer than what there is to gain.
   constexpr int64_t kFewKeys = 128;
-  if (is_present(params.mask) && !is_gathered(params) && params.kv_length <= kFewKeys &&
-      !is_lean(params))
+  if (is_present(params.mask) && params.kv_length <= kFewKeys && !is_gathered(params) &&
+      way_of(params) != Way::kFewKeys)
     return "leaves masks of up to 128 keys to kernels that read them as they are";
   // Counted in 32 bits, with the blocks of a round added.
   constexpr int64_t kMostTiles = int64_t{1} << 30;
   const int64_t tiles =
       (q_rows.rows + 63) / 64 + (is_present(params.cu_seqlens_q) ? params.batch : 0);
-  if (tiles > kMostTiles / std::max<int64_t>(q_rows.batch * params.q_heads, 1))
+  if (tiles > kMostTiles / (q_rows.batch * params.q_heads))
     return "deals out up to 2^30 tiles of queries";
   return sm80::refusal(params);
 }
@@ -75,15 +86,14 @@ bool adds_biases(const Params& params) {
   };
   if (!known(params.q) || !known(params.k) || !known(params.v)) return false;
   return !is_gathered(params) && !is_present(params.mask) && !is_present(params.lse) &&
-         !is_present(params.sinks) && !plan_of(params).all_tiles && params.kv_length > 0 &&
-         params.value_dim == 64 && params.head_dim <= 64 && params.head_dim % 8 == 0 &&
-         fits(params.q_bias, params.q_heads) && fits(params.v_bias, params.kv_heads);
+         !is_present(params.sinks) && !plan_of(params).all_tiles && params.value_dim == 64 &&
+         params.head_dim <= 64 && params.head_dim % 8 == 0 && fits(params.q_bias, params.q_heads) &&
+         fits(params.v_bias, params.kv_heads);
 }
 
 // The copy engine counts rows in 32 bits.
 int64_t rows_of_page(const Params& params, const flashonnx_tensor& tensor) {
   if (params.num_pages <= 1) return params.page_size;
-  if (tensor.stride[2] == 0) return 0;
   const int64_t rows = tensor.stride[0] / tensor.stride[2];
   const bool fits = tensor.stride[0] % tensor.stride[2] == 0 && rows >= params.page_size &&
                     rows <= std::numeric_limits<int32_t>::max() / params.num_pages;
@@ -131,8 +141,14 @@ Gathering gathering_of(const Params& params, const Plan& plan, int keys, int box
 }
 
 int64_t workspace(const Params& params) {
-  if (is_gathered(params) || is_lean(params)) return 0;
-  return is_weighed(params) ? weights_bytes(params) : packed_mask_bytes(params);
+  switch (way_of(params)) {
+    case Way::kWeights:
+      return weights_bytes(params);
+    case Way::kTiles:
+      return packed_mask_bytes(params);
+    default:
+      return 0;
+  }
 }
 int64_t workspace_bound(const Params& maxima) {
   const bool taken = maxima.device.arch == 90 && size_of(maxima.q.dtype) == 2;
@@ -140,30 +156,97 @@ int64_t workspace_bound(const Params& maxima) {
   return std::max(packed_mask_bound(maxima), weights_bound(maxima));
 }
 
-flashonnx_status launch(const Params& params, void* workspace, void* stream) {
+namespace {
+
+// At head size 64, whether tiles of 128 queries are done sooner than those of 192. A round of the
+// multiprocessors takes a tile's fixed time and the time of its steps, measured on an H200 in
+// hundredths of a microsecond. It is shorter by a fifth to a quarter for tiles of 128, with a mask
+// by a tenth to a sixth, which pays where that does not take more of them. Causal ones compute less
+// that is not needed: 1024 queries in 315 instead of 299 TFLOP/s, 2048 in 397 instead of 427.
+bool prefers_short_tiles(const Params& params) {
+  if (params.is_causal) return params.q_length <= 1024;
+  const int64_t heads = params.batch * params.q_heads, steps = (params.kv_length + 127) / 128;
+  const auto time = [&](int64_t queries, int64_t fixed, int64_t step) {
+    const int64_t tiles = heads * ((params.q_length + queries - 1) / queries);
+    const int64_t rounds = (tiles + params.device.sm_count - 1) / params.device.sm_count;
+    return rounds * (fixed + steps * step);
+  };
+  return is_present(params.mask) ? time(128, 285, 103) < time(192, 282, 123)
+                                 : time(128, 176, 95) < time(192, 202, 128);
+}
+
+// The dense kernel, that of masks of keys or bits, or the general one: rare ones are those of
+// larger heads (docs/kernel_sm90.md says what that costs).
+template <class C, class Masked, class General>
+flashonnx_status launch_one_of(const Params& params, void* workspace, cudaStream_t stream) {
+  const Plan plan = plan_of(params);
+  // Biases that are divided by the scale shall stay in the range of float32.
+  const bool common = params.scale > 1e-6f && params.scale < 1e6f;
+  PackedMask packed = {};
+  const auto pack = [&]<class Tiles>(Tiles) {
+    return pack_mask(params, {Tiles::kQueries, Tiles::kKeys, Tiles::kBiasBytes}, workspace, stream,
+                     &packed);
+  };
+  if (common && ((plan.mask_per_key && !plan.all_tiles) || packs_rows(params))) {
+    FLASHONNX_RETURN_IF_ERROR(pack(Masked()));
+    FLASHONNX_RETURN_IF_ERROR(Kernels<Masked>::launch(params, plan, packed, stream));
+    return !plan.mask_per_key && may_be_biased(params)
+               ? Kernels<General>::launch(params, plan, packed, stream)
+               : ok();
+  }
+  if (!plan.all_tiles && !plan.mask_per_key)
+    return Kernels<C>::launch(params, plan, packed, stream);
+  if (plan.mask_per_key) FLASHONNX_RETURN_IF_ERROR(pack(General()));
+  return Kernels<General>::launch(params, plan, packed, stream);
+}
+
+template <class C>
+flashonnx_status launch_weighted(const Params& params, void* workspace, cudaStream_t stream) {
+  PackedMask packed = {};
+  FLASHONNX_RETURN_IF_ERROR(
+      pack_weights(params, C::kQueries, C::kKeys, workspace, stream, &packed));
+  return Kernels<C>::launch(params, plan_of(params), packed, stream);
+}
+
+}  // namespace
+
+flashonnx_status launch(const Params& params, void* workspace, void* stream_) {
   // Selection does not look at data pointers, and without keys there may be none.
   const bool no_keys =
       params.kv_length == 0 || (is_present(params.block_table) && params.num_pages == 0);
   if (!is_aligned(params.q) || !is_aligned(params.k) || !is_aligned(params.v) || no_keys ||
       (!is_aligned(params.mask) && params.mask.stride[2] != 0))
-    return sm80::launch(params, workspace, stream);
+    return sm80::launch(params, workspace, stream_);
+  const auto stream = static_cast<cudaStream_t>(stream_);
   const int64_t dim = std::max(params.head_dim, params.value_dim);
-  const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  if (is_gathered(params)) {
-    if (dim <= 64) return launch_gathered_64(params, cuda_stream);
-    if (dim <= 128) return launch_gathered_128(params, cuda_stream);
-    return launch_gathered_256(params, cuda_stream);
+  switch (way_of(params)) {
+    case Way::kGathered:
+      if (dim <= 64) return launch_gathered_64(params, stream);
+      return dim <= 128 ? launch_gathered_128(params, stream) : launch_gathered_256(params, stream);
+    case Way::kFewKeys:
+      return launch_few_keys(params, stream);
+    case Way::kWeights:
+      return dim <= 64 ? launch_weighted<Weighted64>(params, workspace, stream)
+                       : launch_weighted<Weighted128>(params, workspace, stream);
+    case Way::kTiles:
+      break;
   }
-  if (is_lean(params)) return launch_lean_64(params, cuda_stream);
-  if (is_weighed(params)) {
-    return dim <= 64 ? launch_weighted_64(params, workspace, cuda_stream)
-                     : launch_weighted_128(params, workspace, cuda_stream);
+  if (is_present(params.q_bias))
+    return Kernels<Biased<Short64>>::launch(params, plan_of(params), PackedMask(), stream);
+  const auto launch = [&]<class C, class Masked, class General>(C, Masked, General) {
+    return launch_one_of<C, Masked, General>(params, workspace, stream);
+  };
+  if (dim <= 64) {
+    return prefers_short_tiles(params) ? launch(Short64(), MaskedShort64(), General64())
+                                       : launch(Tiling64(), Masked64(), General64());
   }
-  if (dim <= 64) return launch_64(params, workspace, cuda_stream);
-  if (dim <= 96) return launch_96(params, workspace, cuda_stream);
-  if (dim <= 128) return launch_128(params, workspace, cuda_stream);
-  if (dim <= 192) return launch_192(params, workspace, cuda_stream);
-  return launch_256(params, workspace, cuda_stream);
+  if (dim <= 96) return launch(Tiling96(), Masked128(), General128());
+  if (dim <= 128) return launch(Tiling128(), Masked128(), General128());
+  if (dim <= 192) {
+    return params.value_dim <= 128 ? launch(Tiling192x128(), Masked192x128(), General256())
+                                   : launch(Tiling192(), Masked256(), General256());
+  }
+  return launch(Tiling256(), Masked256(), General256());
 }
 
 }  // namespace flashonnx::sm90

@@ -1,5 +1,4 @@
-// Launches the kernel of one tiling, for both element types. Each tiling is compiled in a file of
-// its own.
+// Launches the kernels of one tiling, for both element types.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,7 +8,6 @@
 #include "kernels/common/cuda.h"
 #include "kernels/sm90/kernel.cuh"
 #include "kernels/sm90/launch.h"
-#include "kernels/sm90/packed_weights.h"
 #include "kernels/sm90/tensor_map.h"
 
 namespace flashonnx::sm90 {
@@ -43,8 +41,8 @@ flashonnx_status launch_kernel(const Problem& p, const Plan& plan, const Schedul
 }
 
 template <class C>
-flashonnx_status launch_tiling(const Params& params, Plan plan, const PackedMask& packed,
-                               cudaStream_t stream) {
+flashonnx_status Kernels<C>::launch(const Params& params, Plan plan, const PackedMask& packed,
+                                    cudaStream_t stream) {
   const Problem p = problem_of(params);
   const Schedule schedule(p, plan, C::kQueries, params.device.sm_count);
   Maps maps;
@@ -73,37 +71,6 @@ flashonnx_status launch_tiling(const Params& params, Plan plan, const PackedMask
     return bfloat16 ? launch_kernel<__nv_bfloat16, C>(p, plan, schedule, maps, packed, sms, stream)
                     : launch_kernel<__half, C>(p, plan, schedule, maps, packed, sms, stream);
   }
-}
-
-// By the kernel for weights.
-template <class C>
-flashonnx_status launch_weighted(const Params& params, void* workspace, cudaStream_t stream) {
-  PackedMask packed = {};
-  FLASHONNX_RETURN_IF_ERROR(
-      pack_weights(params, C::kQueries, C::kKeys, workspace, stream, &packed));
-  return launch_tiling<C>(params, plan_of(params), packed, stream);
-}
-
-template <class C, class Masked, class General>
-flashonnx_status launch_one_of(const Params& params, void* workspace, cudaStream_t stream) {
-  const Plan plan = plan_of(params);
-  // Biases that are divided by the scale shall stay in the range of float32.
-  const bool common = params.scale > 1e-6f && params.scale < 1e6f;
-  PackedMask packed = {};
-  const auto pack = [&]<class Tiles>(Tiles) {
-    return pack_mask(params, {Tiles::kQueries, Tiles::kKeys, Tiles::kBiasBytes}, workspace, stream,
-                     &packed);
-  };
-  if (common && ((plan.mask_per_key && !plan.all_tiles) || packs_rows(params))) {
-    FLASHONNX_RETURN_IF_ERROR(pack(Masked()));
-    FLASHONNX_RETURN_IF_ERROR(launch_tiling<Masked>(params, plan, packed, stream));
-    return !plan.mask_per_key && may_be_biased(params)
-               ? launch_tiling<General>(params, plan, packed, stream)
-               : ok();
-  }
-  if (!plan.all_tiles && !plan.mask_per_key) return launch_tiling<C>(params, plan, packed, stream);
-  if (plan.mask_per_key) FLASHONNX_RETURN_IF_ERROR(pack(General()));
-  return launch_tiling<General>(params, plan, packed, stream);
 }
 
 }  // namespace flashonnx::sm90

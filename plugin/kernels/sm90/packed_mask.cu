@@ -171,8 +171,7 @@ bool packs_rows(const Params& params) {
   if (count_of_masks(params) >= 65536 || params.q_length > int64_t{65535} * 128) return false;
   // A launch takes some µs, and with biases there are two too many.
   const int64_t least = int64_t{1} << (may_be_biased(params) ? 27 : 22);
-  const int64_t keys = std::max<int64_t>(params.kv_length, 1);
-  return params.batch * params.q_heads * params.q_length >= least / keys;
+  return params.batch * params.q_heads * params.q_length >= least / params.kv_length;
 }
 
 int64_t packed_mask_bytes(const Params& params) {

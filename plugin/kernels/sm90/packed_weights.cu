@@ -149,11 +149,11 @@ bool is_weighed(const Params& params) {
   // Packing takes some µs, and about as long as one head that uses what was packed.
   const int64_t heads = params.batch * params.q_heads, masks = masks_of(params);
   return masks < 65536 && heads >= 4 * masks &&
-         heads * params.q_length >= (int64_t{1} << 22) / std::max<int64_t>(params.kv_length, 1) &&
+         heads * params.q_length >= (int64_t{1} << 22) / params.kv_length &&
          bytes_of(params) <= kMostBytes;
 }
 
-int64_t weights_bytes(const Params& params) { return is_weighed(params) ? bytes_of(params) : 0; }
+int64_t weights_bytes(const Params& params) { return bytes_of(params); }
 
 int64_t weights_bound(const Params& params) {
   const bool may_be =

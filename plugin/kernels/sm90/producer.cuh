@@ -231,13 +231,13 @@ __device__ __forceinline__ void find_tiles(const Problem& p, const Plan& plan,
 // take the places of queries while others wait for these.
 template <class T, class C>
 __device__ __forceinline__ void store_empty_tiles(const Problem& p, const Schedule& schedule) {
-  const int lane = threadIdx.x % 32;
   wait_for_predecessor();
   for (int turn = 0; turn < schedule.turns; ++turn) {
     Work work;
     if (!schedule.work(turn, blockIdx.x, gridDim.x, C::kQueries, &work)) continue;
     const Span span = span_of<C>(p, work);
     if (span.first_tile <= span.last_tile) continue;
+    const int lane = forgotten(threadIdx.x) & 31;
     float output[C::kDim / 32] = {};
     if (p.empty_row_mean) mean_of_values<T, C>(p, work, lane, output);
     const int end = min(work.first_query + C::kQueries, p.q_length);

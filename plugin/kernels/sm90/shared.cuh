@@ -18,7 +18,8 @@ struct Shared {
   __device__ __forceinline__ explicit Shared(unsigned char* unaligned) {
     const uint32_t address = shared_address(unaligned);
     base = (address + C::kAlignment - 1) / C::kAlignment * C::kAlignment;
-    memory = unaligned + (base - address);
+    // So that the compiler knows where it is and how it is aligned.
+    memory = static_cast<unsigned char*>(__cvta_shared_to_generic(base));
   }
 
   __device__ __forceinline__ uint32_t q(int stage) const { return base + stage * C::kQueryBytes; }
@@ -162,8 +163,11 @@ class PackedRing {
     if constexpr (kTwofold) return at_ % kStages;
     return at_ < kStages ? at_ : at_ - kStages;
   }
+  // Asked for now and then: what takes several instructions is made anew each time.
   __device__ __forceinline__ int stage_before() const {
-    return stage() == 0 ? kStages - 1 : stage() - 1;
+    PackedRing ring = *this;
+    if (!kTwofold) ring.forget();
+    return ring.stage() == 0 ? kStages - 1 : ring.stage() - 1;
   }
   __device__ __forceinline__ uint32_t round() const { return at_ / kStages; }
   // So that the compiler keeps nothing that follows from it in registers.

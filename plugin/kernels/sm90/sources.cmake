@@ -7,7 +7,7 @@ set(FLASHONNX_SM90_SOURCES
   kernels/sm90/weighted64.cu
   kernels/sm90/weighted128.cu
   kernels/sm90/dim64.cu
-  kernels/sm90/lean64.cu
+  kernels/sm90/few_keys.cu
   kernels/sm90/dim96.cu
   kernels/sm90/dim128.cu
   kernels/sm90/dim192.cu

@@ -2,8 +2,6 @@
 
 namespace flashonnx::sm90 {
 
-flashonnx_status launch_weighted_64(const Params& params, void* workspace, cudaStream_t stream) {
-  return launch_weighted<Weighted64>(params, workspace, stream);
-}
+template struct Kernels<Weighted64>;
 
 }  // namespace flashonnx::sm90

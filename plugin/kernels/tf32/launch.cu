@@ -24,8 +24,7 @@ const char* refusal(const Params& params) {
   if (params.q_length > kMaxPositions || params.kv_length > kMaxPositions - params.q_length) {
     return "counts queries and keys together up to 2^31";
   }
-  if ((params.q_length + 63) / 64 >
-      std::numeric_limits<int32_t>::max() / std::max<int64_t>(heads, 1)) {
+  if ((params.q_length + 63) / 64 > std::numeric_limits<int32_t>::max() / heads) {
     return "starts up to 2^31 blocks";
   }
   const bool mask_per_query = params.mask.stride[2] != 0 && params.q_length > 1;

@@ -1,20 +1,20 @@
 #include <algorithm>
 
 #include "kernels/common/cuda.h"
-#include "kernels/sm90/lean.cuh"
-#include "kernels/sm90/lean.h"
+#include "kernels/sm90/few_keys.cuh"
+#include "kernels/sm90/few_keys.h"
 #include "kernels/sm90/tensor_map.h"
 
 namespace flashonnx::sm90 {
 namespace {
 
-using General = Lean<4>;
-using Plain = PlainLean<5>;
+using General = FewKeys<false>;
+using Plain = FewKeys<true>;
 
 template <class T, class C>
 flashonnx_status launch_kernel(const Params& params, const Problem& p, const Plan& plan,
-                               const LeanPlan& lean, const Maps& maps, cudaStream_t stream) {
-  const auto kernel = attention_lean<T, C>;
+                               const FewKeysPlan& few, const Maps& maps, cudaStream_t stream) {
+  const auto kernel = few_keys_attention<T, C>;
   // Per device, so not once per process; it only writes a field of the loaded function.
   FLASHONNX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                             C::shared_bytes(C::kMostTiles)));
@@ -22,7 +22,7 @@ flashonnx_status launch_kernel(const Params& params, const Problem& p, const Pla
   config.gridDim = dim3(static_cast<unsigned>((params.q_length + C::kQueries - 1) / C::kQueries),
                         static_cast<unsigned>(params.q_heads), static_cast<unsigned>(params.batch));
   config.blockDim = dim3(C::kThreads);
-  config.dynamicSmemBytes = C::shared_bytes(lean.tiles);
+  config.dynamicSmemBytes = C::shared_bytes(few.tiles);
   config.stream = stream;
   // As other dense kernels: on streams, not in graphs.
   cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
@@ -32,7 +32,7 @@ flashonnx_status launch_kernel(const Params& params, const Problem& p, const Pla
   cudaLaunchAttribute attribute = overlap_attribute();
   config.attrs = &attribute;
   config.numAttrs = overlaps && capturing == cudaStreamCaptureStatusNone ? 1 : 0;
-  return cuda_status(cudaLaunchKernelEx(&config, kernel, lean, maps, p, plan),
+  return cuda_status(cudaLaunchKernelEx(&config, kernel, few, maps, p, plan),
                      "sm90 attention kernel of few keys");
 }
 
@@ -54,15 +54,15 @@ flashonnx_status launch_tiling(const Params& params, const Problem& p, const Pla
                                                 params.q_length, params.value_dim, 16, C::kBox,
                                                 &maps.o));
   }
-  LeanPlan lean = {};
-  lean.key_length = p.key_length;
-  lean.tiles = C::kPlain ? C::kMostTiles : (p.key_length + C::kKeys - 1) / C::kKeys;
-  lean.longest_last = plan.longest_last;
-  lean.group = plan.group;
-  lean.factor = plan.factor;
+  FewKeysPlan few = {};
+  few.key_length = p.key_length;
+  few.tiles = C::kPlain ? C::kMostTiles : (p.key_length + C::kKeys - 1) / C::kKeys;
+  few.longest_last = plan.longest_last;
+  few.group = plan.group;
+  few.factor = plan.factor;
   return params.q.dtype == FLASHONNX_BFLOAT16
-             ? launch_kernel<__nv_bfloat16, C>(params, p, plan, lean, maps, stream)
-             : launch_kernel<__half, C>(params, p, plan, lean, maps, stream);
+             ? launch_kernel<__nv_bfloat16, C>(params, p, plan, few, maps, stream)
+             : launch_kernel<__half, C>(params, p, plan, few, maps, stream);
 }
 
 // Without what the kernel of plain problems leaves out.
@@ -74,7 +74,7 @@ bool is_plain(const Problem& p, const Plan& plan) {
 
 }  // namespace
 
-bool is_lean(const Params& params) {
+bool has_few_keys(const Params& params) {
   if (params.head_dim > General::kDim || params.value_dim > General::kDim) return false;
   // Rows without keys, and rows that are computed again, would need the projections' biases too.
   if (params.q_bias.dtype != FLASHONNX_NONE &&
@@ -94,7 +94,7 @@ bool is_lean(const Params& params) {
          std::min<int64_t>(room, General::kBlocks) * params.device.sm_count;
 }
 
-flashonnx_status launch_lean_64(const Params& params, cudaStream_t stream) {
+flashonnx_status launch_few_keys(const Params& params, cudaStream_t stream) {
   const Problem p = problem_of(params);
   Plan plan = plan_of(params);
   plan.o_vectors &= strides_fit(params.o, params.batch, params.q_heads, params.q_length);

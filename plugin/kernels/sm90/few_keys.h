@@ -1,4 +1,4 @@
-// Launches of few or short tiles, up to head size 64: see lean.cuh.
+// Launches of few or short tiles, up to head size 64: see few_keys.cuh.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,8 +9,8 @@
 namespace flashonnx::sm90 {
 
 // Whether they are done sooner so.
-bool is_lean(const Params& params);
+bool has_few_keys(const Params& params);
 
-flashonnx_status launch_lean_64(const Params& params, cudaStream_t stream);
+flashonnx_status launch_few_keys(const Params& params, cudaStream_t stream);
 
 }  // namespace flashonnx::sm90

@@ -14,36 +14,40 @@ namespace flashonnx::sm90 {
 // Of a multiprocessor; each block takes 1 KB more than it asks for.
 constexpr int kSharedMemory = 228 * 1024;
 
-// Keys come in tiles of 64: scores take half the registers then.
-template <int kBlocks_>
-struct Lean : Tiling<64, 1, 64, 1, 1, false> {
-  using Base = Tiling<64, 1, 64, 1, 1, false>;
+// Keys come in tiles of 64: scores take half the registers then. Plain: for up to 128 keys, and
+// nothing but Q, K, V and whole vectors of the output.
+template <bool kPlain_>
+struct FewKeys {
+  static constexpr bool kPlain = kPlain_;
+  static constexpr int kMostTiles = kPlain ? 2 : 8;
+  static constexpr int kBlocks = kPlain ? 5 : 4;  // of a multiprocessor, with up to 128 keys
   static constexpr int kThreads = 128;
-  static constexpr int kBlocks = kBlocks_;  // of a multiprocessor, with up to 128 keys
-  static constexpr bool kPlain = false;
-  static constexpr bool kOnes = false, kSumsByProducts = false;  // four registers more
-  static constexpr int kOutputs = Base::kValueDim / 2;
-  static constexpr int kMostTiles = 8;
-  static constexpr int kBoxKeys = Base::kKeys;  // that are copied at once
-  // Biases and barriers of tiles are behind all of them.
-  static constexpr int shared_bytes(int tiles) {
-    return Base::kAlignment + Base::kQueryBytes + 8 +
-           tiles * (Base::kKeyBytes + Base::kValueBytes + Base::kKeys * 4 + 16);
-  }
-  static_assert(kBlocks * (shared_bytes(2) + 1024) <= kSharedMemory);
-};
+  static constexpr int kQueries = 64, kKeys = 64, kDim = 64, kValueDim = 64;  // of a tile
+  static constexpr int kScores = kKeys / 2, kOutputs = kValueDim / 2;         // of a thread
 
-// For up to 128 keys, and nothing but Q, K, V and whole vectors of the output.
-template <int kBlocks_>
-struct PlainLean : Lean<kBlocks_> {
-  static constexpr bool kPlain = true;
-  static constexpr int kMostTiles = 2;
-  static constexpr int kBoxKeys = 128;
+  // Shared memory: a tile is one box of the copy engine, of 64 features; some of K and V come two
+  // at a time. Biases and barriers of tiles are behind all of them.
+  static constexpr int kBox = 64, kBoxRow = kBox * 2, kValueBoxes = 1;
+  static constexpr int kBoxKeys = kPlain ? 128 : kKeys;
+  static constexpr uint32_t kRowsApart = 8 * kBoxRow / 16, kBoxesApart = kKeys * kBoxRow / 16;
+  static constexpr int kAlignment = 1024;
+  static constexpr int kQueryBytes = kQueries * kBoxRow;
+  static constexpr int kKeyBytes = kKeys * kBoxRow, kValueBytes = kKeyBytes;
+  static constexpr int shared_bytes(int tiles) {
+    return kAlignment + kQueryBytes + 8 + tiles * (kKeyBytes + kValueBytes + kKeys * 4 + 16);
+  }
+
+  // What code that other kernels share asks for, and these are not.
+  static constexpr bool kGathered = false, kBiased = false, kGeneral = false, kWeights = false;
+  static constexpr bool kBiasProduct = false, kHoldsQueries = false, kLeavesOutHidden = false;
+  static constexpr bool kOnes = false, kOnesApart = false, kSumsByProducts = false;
 };
+static_assert(FewKeys<false>::kBlocks * (FewKeys<false>::shared_bytes(2) + 1024) <= kSharedMemory);
+static_assert(FewKeys<true>::kBlocks * (FewKeys<true>::shared_bytes(2) + 1024) <= kSharedMemory);
 
 // What all blocks read of the launch, side by side: a line of parameters that is read for the first
 // time takes 70 cycles.
-struct LeanPlan {
+struct FewKeysPlan {
   int32_t key_length, tiles, longest_last;
   Divider group;
   float factor;
@@ -84,13 +88,14 @@ class Room {
 };
 
 template <class T, class C>
-class LeanConsumer {
+class FewKeysConsumer {
   static constexpr int kWeights = C::kScores / 2;
 
  public:
-  __device__ __forceinline__ LeanConsumer(const Problem& p, const Plan& plan, const LeanPlan& lean,
-                                          const Maps& maps, const Room<C>& room, const Item& item)
-      : p_(p), plan_(plan), lean_(lean), maps_(maps), room_(room), item_(item) {
+  __device__ __forceinline__ FewKeysConsumer(const Problem& p, const Plan& plan,
+                                             const FewKeysPlan& few, const Maps& maps,
+                                             const Room<C>& room, const Item& item)
+      : p_(p), plan_(plan), few_(few), maps_(maps), room_(room), item_(item) {
     lane_.group = 0;  // there is no producer before it
   }
 
@@ -112,7 +117,7 @@ class LeanConsumer {
     RowState state = {{-FLT_MAX, -FLT_MAX}, {0.f, 0.f}};
     uint32_t weights[2][kWeights];
     float output[C::kOutputs];
-    const bool both = lean_.key_length > C::kKeys;
+    const bool both = few_.key_length > C::kKeys;
     barrier_wait(room_.q_full(), 0);
     barrier_wait(room_.k_full(0), 0);
     weigh_alone(0, state, weights[0]);
@@ -232,8 +237,8 @@ class LeanConsumer {
   __device__ __forceinline__ Raise weigh(int tile, float (&scores)[C::kScores],
                                          RowState& state) const {
     const int first_key = tile * C::kKeys;
-    float factor = lean_.factor;
-    int end = lean_.key_length - first_key;  // of those that the warp sees
+    float factor = few_.factor;
+    int end = few_.key_length - first_key;  // of those that the warp sees
     if constexpr (C::kPlain) {
       if (end < C::kKeys) hide_from(end, scores);
     } else {
@@ -304,7 +309,7 @@ class LeanConsumer {
 
   const Problem& p_;
   const Plan& plan_;
-  const LeanPlan& lean_;
+  const FewKeysPlan& few_;
   const Maps& maps_;
   const Room<C>& room_;
   const Item& item_;
@@ -337,14 +342,14 @@ __device__ __forceinline__ void begin_copies(const Maps& maps, const Room<C>& ro
 
 template <class T, class C>
 __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
-    attention_lean(const __grid_constant__ LeanPlan lean, const __grid_constant__ Maps maps,
-                   const __grid_constant__ Problem p, const __grid_constant__ Plan plan) {
+    few_keys_attention(const __grid_constant__ FewKeysPlan few, const __grid_constant__ Maps maps,
+                       const __grid_constant__ Problem p, const __grid_constant__ Plan plan) {
   extern __shared__ unsigned char memory[];
-  const Room<C> room(memory, lean.tiles);
+  const Room<C> room(memory, few.tiles);
   const int head = blockIdx.y;
-  const int tile = lean.longest_last ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const int tile = few.longest_last ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   Item item;
-  item.work = {static_cast<int>(blockIdx.z), head, static_cast<int>(lean.group.quotient(head)),
+  item.work = {static_cast<int>(blockIdx.z), head, static_cast<int>(few.group.quotient(head)),
                tile * C::kQueries};
   if constexpr (C::kPlain) {
     item.span.first_tile = item.span.last_tile = 0;  // boxes are two tiles
@@ -353,7 +358,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
     item.span = span_of<C>(p, item.work);
   }
   if (threadIdx.x == 0) begin_copies<C>(maps, room, item);
-  LeanConsumer<T, C> consumer(p, plan, lean, maps, room, item);
+  FewKeysConsumer<T, C> consumer(p, plan, few, maps, room, item);
   if constexpr (!C::kPlain) consumer.prepare();
   __syncthreads();
   if constexpr (C::kPlain) {
