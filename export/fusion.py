@@ -251,7 +251,7 @@ def apply(fusion: Fusion, rewrite: Rewrite) -> None:
         ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
         old.name = fusion.names.fresh(f"{name}_before") if name else name
         new.name = name
-    remove_unused([anchor, *rewrite.nodes])
+    remove_unused([anchor, *rewrite.nodes, *rewrite.builder.nodes[::-1]])  # of the new ones what a better form spared
 
 
 def remove_unused(nodes: list[ir.Node]) -> None:
