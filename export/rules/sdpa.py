@@ -115,7 +115,7 @@ def _terms(
         raise RefusalError("the scores are reshaped before a column is put beside them")
     spaces = ScoreSpaces(facts, scores, weights)
     spaces.check_softmax(roles.key)
-    named = spaces.named(roles)
+    named = spaces.named(roles, found.heads)
     if named is None:
         raise RefusalError("the scores are reshaped before the softmax to something else than batch, heads and places")
     view, labels, roles = named
