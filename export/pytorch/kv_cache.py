@@ -18,7 +18,6 @@ from flashonnx.export.pytorch.transformers_route import Route
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-KINDS = ("static", "paged")
 _ONE_NUMBER = (
     ", and sentences have different ones; it is expected to take positions from position_ids alone, and its mask from "
     "transformers' create_causal_mask without an attention_mask of its own. fuse(kv_cache=) may take an export with a "
@@ -155,16 +154,14 @@ def prepared(
     Args:
         model: a decoder of transformers.
         args: nothing, or (input_ids,): its type is taken.
-        kind: one of KINDS.
+        kind: one of KV_CACHES.
         more: arguments for every call of the model that are no tensors.
 
     Raises:
-        CacheExportError: the model is none that has caches, or `kind` is unknown.
+        CacheExportError: the model is none that has caches.
     """
     import torch
 
-    if kind not in KINDS:
-        raise CacheExportError(f"export_onnx: kv_cache is expected to be one of {', '.join(KINDS)}, got {kind!r}")
     if len(args) > 1 or any(isinstance(x, torch.Tensor) for x in more.values()):
         raise CacheExportError(
             "export_onnx: with kv_cache the inputs are input_ids, cache_lengths and the caches; give (input_ids,) or ()"

@@ -33,13 +33,13 @@ _MIXED = (
     "together would give another value; fill with -inf or the type's lowest number"
 )
 _KEPT = (
-    "a {shape} is left in the mask, as a query from which the masks hide every key would give another value without it; "
-    "masks of -inf, or one Where(mask, 0, finfo.min) in float32, do not have that"
+    "a {shape} is left in the mask, as a query from which the masks hide every key would give another value without "
+    "it; masks of -inf, or one Where(mask, 0, finfo.min) in float32, do not have that"
 )
 _NOT_SWALLOWED = (
-    "a {shape} is left in the mask, as a query from which the masks hide every key would give another value without it: "
-    "{fill:g} is added to its scores, and that leaves differences between them, as the lowest number of float32 and "
-    "bfloat16 does not; export with export_onnx or with masks of -inf"
+    "a {shape} is left in the mask, as a query from which the masks hide every key would give another value without "
+    "it: {fill:g} is added to its scores, and that leaves differences between them, as the lowest number of float32 "
+    "and bfloat16 does not; export with export_onnx or with masks of -inf"
 )
 
 
