@@ -46,7 +46,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "glm": ("GlmForCausalLM", "GlmConfig", {**_CACHED, "head_dim": 8, "pad_token_id": 0}),  # half of them
     "ernie": ("Ernie4_5ForCausalLM", "Ernie4_5Config", {**_CACHED, "head_dim": 8, "tie_word_embeddings": False}),
 }  # fmt: skip
-EVERYDAY = ("llama", "gpt2")
+EVERYDAY = ("llama", "gpt2", "opt")
 EACH = [pytest.param(name, marks=[] if name in EVERYDAY else pytest.mark.slow) for name in MODELS]
 
 
@@ -180,6 +180,15 @@ def test_rotation_is_in_the_operator(name: str, exported: Any) -> None:
     nodes = [node for node in graph.node if node.domain == "flashonnx"]
     assert len(nodes) == 2 and all(node.input[8] and node.input[9] and node.input[10] for node in nodes)
     assert "Neg" not in {node.op_type for node in graph.node}
+
+
+def test_what_multiplies_queries_is_in_the_scale(exported: Any) -> None:
+    """OPT multiplies Q and leaves a scale of 1: one product makes all three projections all the same."""
+    graph = onnx.load(exported("opt")[1]).graph
+    nodes = [node for node in graph.node if node.domain == "flashonnx"]
+    found = [{a.name: onnx.helper.get_attribute_value(a) for a in node.attribute} for node in nodes]
+    assert [(each["qkv_layout"], round(each["scale"], 5)) for each in found] == [(b"gqa", 0.35355)] * 2
+    assert not {"Transpose", "Mul"} & {node.op_type for node in graph.node}
 
 
 def test_windows_are_attributes(exported: Any) -> None:
