@@ -41,7 +41,8 @@ class Scores:
     """softcap * tanh(scale / softcap * product), then `terms` in order, then softmax.
 
     `layouts` reshape the scores, from the softmax back; `sink` is a column that is put behind them
-    before the softmax, or before them if it `leads`; `even`: in rows of nothing but -inf all keys weigh the same.
+    before the softmax, or before them if it `leads`; `even`: in rows of nothing but -inf all keys weigh the same;
+    `rows` multiply the product, one number for each query of each head or for all of its queries.
     """
 
     product: Product
@@ -53,6 +54,7 @@ class Scores:
     sink: ir.Value | None = None
     leads: bool = False
     even: bool = False
+    rows: ir.Value | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +104,7 @@ class _State:
     leads: bool = False
     even: bool = False
     floor: _Floor | None = None
+    rows: ir.Value | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +131,7 @@ class _Walk:
                 self._check_floor(state.floor, state.terms[: len(state.terms) - state.floor.terms])
             return Scores(
                 product, scale, state.softcap, state.terms, (*state.nodes, node), state.layouts, state.sink,
-                state.leads, state.even,
+                state.leads, state.even, state.rows,
             )  # fmt: skip
         state = dataclasses.replace(state, nodes=(*state.nodes, node))
         scaled = scaling(self.facts, node)
@@ -137,7 +140,7 @@ class _Walk:
             return self.back(scaled[0], dataclasses.replace(state, factor=factor))
         step = getattr(self, f"_{node.op_type.lower()}", None) if not node.domain else None
         if step is None:
-            if node.op_type in LAYOUT_OPERATORS and not node.domain:
+            if node.op_type in LAYOUT_OPERATORS and not node.domain and state.rows is None:
                 layouts = (*state.layouts, node)
                 return self.back(_input(node, 0), dataclasses.replace(state, layouts=layouts))
             raise RefusalError(f"{node.op_type} '{called(node)}' stands between the product and the softmax")
@@ -156,7 +159,19 @@ class _Walk:
             raise RefusalError(f"dropout '{called(node)}' is in training mode")
         return self.back(_input(node, 0), state)
 
+    def _mul(self, node: ir.Node, state: _State) -> Scores:
+        """One number for each row of scores, as Swin V2 has one for each head: it may multiply the query as well."""
+        for scores, rows in (node.inputs, node.inputs[::-1]):
+            dims, known = self.facts.dims(rows), self.facts.dims(scores)
+            if scores is None or self.facts.is_fixed(scores) or not dims or not known or known[-1] == 1:
+                continue
+            if dims[-1] == 1 and len(dims) <= len(known) and state.rows is None:
+                return self.back(scores, dataclasses.replace(state, rows=rows))
+        raise RefusalError(f"Mul '{called(node)}' stands between the product and the softmax")
+
     def _tanh(self, node: ir.Node, state: _State) -> Scores:
+        if state.rows is not None:
+            raise RefusalError(f"scores are multiplied row by row behind the softcap ('{called(node)}')")
         if state.softcap:
             raise RefusalError(f"two Tanh in a row ('{called(node)}') on the scores")
         if state.factor <= 0:
@@ -268,6 +283,8 @@ class _Walk:
             raise RefusalError(
                 f"'{called(node)}' changes scores before the softcap; the operator applies softcap first"
             )
+        if state.rows is not None:
+            raise RefusalError(f"'{called(node)}' changes scores before they are multiplied row by row")
         term = dataclasses.replace(term, layouts=len(state.layouts))
         return self.back(scores, dataclasses.replace(state, terms=(term, *state.terms)))
 

@@ -44,6 +44,14 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "cohere": ("CohereForCausalLM", "CohereConfig",  # neighbours are turned
                {**_CACHED, "tie_word_embeddings": False, "logit_scale": 1.0}),
     "glm": ("GlmForCausalLM", "GlmConfig", {**_CACHED, "head_dim": 8, "pad_token_id": 0}),  # half of them
+    "starcoder2": ("Starcoder2ForCausalLM", "Starcoder2Config", _CACHED),
+    "persimmon": ("PersimmonForCausalLM", "PersimmonConfig",  # Q, K and V by one product, heads side by side
+                  {n: x for n, x in _CACHED.items() if n[:7] != "num_key"}),
+    "olmo3": ("Olmo3ForCausalLM", "Olmo3Config",
+              {**_CACHED, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}),
+    "cohere2": ("Cohere2ForCausalLM", "Cohere2Config",  # without rotation where a layer sees all
+                {**_CACHED, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"],
+                 "tie_word_embeddings": False, "logit_scale": 1.0}),
     "ernie": ("Ernie4_5ForCausalLM", "Ernie4_5Config", {**_CACHED, "head_dim": 8, "tie_word_embeddings": False}),
 }  # fmt: skip
 EVERYDAY = ("llama", "gpt2", "opt")
@@ -173,7 +181,7 @@ def test_inputs_and_outputs(exported: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("gpt2", "opt")])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("gpt2", "opt", "cohere2")])
 def test_rotation_is_in_the_operator(name: str, exported: Any) -> None:
     """As halves or as neighbours, of whole heads or of their first part: nothing of it is left in the graph."""
     graph = onnx.load(exported(name)[1]).graph
