@@ -50,7 +50,10 @@ class CacheRoute(Route):
             raise self._refuse(f"{layer} has a mask that is more than a triangle or a window, or a bias")
         index = self.cache.layer_of(key, value)
         if index is None:
-            raise self._refuse(f"{layer} does not attend to what it gave the cache")
+            raise self._refuse(
+                f"{layer} attends to other keys and values than it gave its cache, such as those that are made of "
+                "latents (MLA), for which there is no operator; without kv_cache its attention is fused"
+            )
         attributes.pop("empty_row")  # every query sees itself
         y, keys, values = _operator()(
             query, key, value, self.cache.keys[index], self.cache.values[index], self.cache.lengths,

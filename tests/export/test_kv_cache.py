@@ -44,7 +44,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "cohere": ("CohereForCausalLM", "CohereConfig",  # neighbours are turned
                {**_CACHED, "tie_word_embeddings": False, "logit_scale": 1.0}),
     "glm": ("GlmForCausalLM", "GlmConfig", {**_CACHED, "head_dim": 8, "pad_token_id": 0}),  # half of them
-    "starcoder2": ("Starcoder2ForCausalLM", "Starcoder2Config", _CACHED),
+    "starcoder2": ("Starcoder2ForCausalLM", "Starcoder2Config", {**_CACHED, "initializer_range": 0.1}),
     "persimmon": ("PersimmonForCausalLM", "PersimmonConfig",  # Q, K and V by one product, heads side by side
                   {n: x for n, x in _CACHED.items() if n[:7] != "num_key"}),
     "olmo3": ("Olmo3ForCausalLM", "Olmo3Config",
@@ -305,6 +305,23 @@ REFUSED: dict[str, tuple[Any, str]] = {
             transformers.MixtralConfig(**_CACHED, num_local_experts=4, experts_implementation="grouped_mm")
         ),
         "set_experts_implementation('batched_mm')",
+    ),
+    "latents": (
+        lambda: transformers.DeepseekV3ForCausalLM(
+            transformers.DeepseekV3Config(
+                **_PLAIN,
+                kv_lora_rank=8,
+                q_lora_rank=8,
+                qk_rope_head_dim=4,
+                qk_nope_head_dim=4,
+                v_head_dim=8,
+                first_k_dense_replace=2,
+                n_routed_experts=4,
+                moe_intermediate_size=16,
+                num_key_value_heads=4,
+            )
+        ),
+        "made of latents",
     ),
     "positions from the cache's size": (PositionsOfItsOwn, "computes with the number of tokens in its cache"),
     "not of transformers": (lambda: torch.nn.Linear(2, 2), "models of transformers"),
