@@ -31,7 +31,7 @@ def check_kv_cache(function: str, kind: Any) -> None:
     if kind is not None and not isinstance(kind, str):
         raise TypeError(expected)
     if kind is not None and kind not in KV_CACHES:
-        close = difflib.get_close_matches(kind.lower(), KV_CACHES, 1)
+        close = difflib.get_close_matches(kind.lower(), KV_CACHES, 1, cutoff=0.8)
         raise ValueError(expected + (f"; did you mean {close[0]!r}?" if close else ""))
 
 

@@ -340,7 +340,7 @@ def test_what_is_refused(name: str, tmp_path: Path) -> None:
 def test_arguments(tmp_path: Path) -> None:
     model = made("llama")
     for given, words in (
-        ({"kv_cache": "ragged"}, "one of static, paged"),
+        ({"kv_cache": "ragged"}, "'static', 'paged' or None, got 'ragged'"),
         ({"kv_cache": "static", "dynamic_shapes": {}}, "dynamic_shapes"),
         ({"kv_cache": "static", "output_names": ["y"]}, "output_names"),
         ({"kv_cache": "static", "kwargs": {"attention_mask": torch.ones(1, 2)}}, "cache_lengths"),
