@@ -11,6 +11,7 @@ import onnx_ir as ir
 from flashonnx.export import rules
 from flashonnx.export.masks.overwrites import see_through
 from flashonnx.export.model import configuration, inlining
+from flashonnx.export.model.arguments import check_flags, check_kv_cache
 from flashonnx.export.model.files import check_output, load, save
 from flashonnx.export.operator import portable as portable_bodies
 from flashonnx.export.operator import schema
@@ -59,9 +60,13 @@ def fuse(
 
     Raises:
         FileNotFoundError: there is no such file, or a weight file is missing.
-        ValueError: the file is not a valid ONNX model, or a FlashAttention node has an unknown attribute; with
-            `kv_cache`, the model is none whose past keys are proved to be caches, in words that say why.
+        TypeError: an option is of another type than said here.
+        ValueError: `kv_cache` is another word, the file is not a valid ONNX model, or a FlashAttention node has an
+            unknown attribute; with `kv_cache`, the model is none whose past keys are proved to be caches, in words that
+            say why.
     """
+    check_flags("fuse", portable=portable, shared_cache=shared_cache, join_projections=join_projections)
+    check_kv_cache("fuse", kv_cache)
     if output is not None:
         check_output(output)
     source = load(model)
@@ -251,7 +256,7 @@ def apply(fusion: Fusion, rewrite: Rewrite) -> None:
         ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
         old.name = fusion.names.fresh(f"{name}_before") if name else name
         new.name = name
-    remove_unused([anchor, *rewrite.nodes])
+    remove_unused([anchor, *rewrite.nodes, *rewrite.builder.nodes[::-1]])  # of the new ones what a better form spared
 
 
 def remove_unused(nodes: list[ir.Node]) -> None:

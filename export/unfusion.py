@@ -6,6 +6,7 @@ import os
 
 import onnx
 import onnx_ir as ir
+from flashonnx.export.fusion import remove_unused
 from flashonnx.export.model.build import Names
 from flashonnx.export.model.files import AnyModel, check_output, load, save
 from flashonnx.export.operator import portable, schema
@@ -53,7 +54,7 @@ def unfuse(model: AnyModel, output: str | os.PathLike[str] | None = None) -> tup
     result = source.result(changed)
     if output is not None:
         save(source, output, result)
-    return result, Report(tuple(sites), () if sites else ("there is no flashonnx node",))
+    return result, Report(tuple(sites), undone=True)
 
 
 def _is_fused(node: ir.Node) -> bool:
@@ -98,7 +99,9 @@ def _replace(facts: Facts, names: Names, node: ir.Node) -> Site:
                 facts.set_dims(new_value, dims)
             ir.convenience.replace_all_uses_with(old, new_value, replace_graph_outputs=True)
             old.name, new_value.name = names.fresh(f"{name}_before"), name
+    before = [producer for value in node.inputs if value is not None and (producer := value.producer()) is not None]
     graph.remove(node, safe=True)
+    remove_unused([*made[::-1], *before])  # constants of a body, or beside the node, that this form does not need
     standard = any(inner.op_type == "Attention" for inner in made)
     remark = caveat if standard else ""
     return Site(label, kind, False, remark, "Attention" if standard else "plain operators")

@@ -18,7 +18,7 @@ from flashonnx.export.caches import rows
 from flashonnx.export.caches.assumed import assume, sizes_of
 from flashonnx.export.caches.merged import keep_branch_with_past
 from flashonnx.export.caches.operators import Cache, CacheAttention
-from flashonnx.export.caches.pairs import CacheError, pairs, past_length
+from flashonnx.export.caches.pairs import pairs, past_length
 from flashonnx.export.caches.past_lengths import PastLengths
 from flashonnx.export.model import configuration
 from flashonnx.export.model.build import Names
@@ -26,7 +26,6 @@ from flashonnx.export.rules.contributed import DOMAIN as MICROSOFT
 from flashonnx.export.values.dims import Dim
 from flashonnx.export.values.facts import Facts
 
-KINDS = ("static", "paged")
 _SAME_NUMBERS = frozenset(["Cast", "Expand", "Identity", "Reshape", "Squeeze", "Tile", "Unsqueeze"])
 _NAMED = re.compile(r"past_key_values\.(.+)")
 
@@ -35,10 +34,8 @@ def prepare(model: ir.Model, kind: str) -> list[str]:
     """Before fusion, in place; the inputs that went.
 
     Raises:
-        CacheError: `kind` is unknown, or the model has no past keys that could be caches.
+        CacheError: the model has no past keys that could be caches.
     """
-    if kind not in KINDS:
-        raise CacheError(f"expected one of {', '.join(KINDS)}, got {kind!r}")
     gone = keep_branch_with_past(model)
     facts = Facts(model)
     return gone + assume(model, facts, pairs(model, facts))

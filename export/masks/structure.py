@@ -51,6 +51,11 @@ class Window:
 
         return Window(smaller(self.left, other.left), smaller(self.right, other.right))
 
+    @property
+    def shape(self) -> str:
+        """What the keys that may be seen are called, queries by keys: bounded on one side or on both."""
+        return "window" if self.left is not None and self.right is not None else "triangle"
+
     def attributes(self) -> dict[str, int]:
         """is_causal and the window sizes."""
         result = {"is_causal": int(self.right == 0)}

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flashonnx.export.model.arguments import check_flags, check_kv_cache, check_opset
 from flashonnx.export.pytorch import exporter_faults
 from flashonnx.export.pytorch.advice import advice, of_bfloat16, of_experts
 
@@ -80,7 +81,8 @@ def export_onnx(
     Raises:
         ImportError: torch or onnxscript is not installed.
         OSError: there is no such folder, or the path is a folder.
-        ValueError: torch does not export at that opset.
+        TypeError: an option is of another type than said here, or the model is no module.
+        ValueError: torch does not export at that opset, or `kv_cache` is another word.
         torch.onnx.OnnxExporterError: torch cannot export the model; nothing is written.
     """
     torch = _torch()
@@ -89,8 +91,10 @@ def export_onnx(
             hint = "use opset=" if name == "opset_version" else "export_onnx decides it"
             raise TypeError(f"export_onnx: argument '{name}' is not passed on to torch.onnx.export: {hint}")
     opset = DEFAULT_OPSET if opset is None else opset
-    if not OLDEST_OPSET <= opset <= NEWEST_OPSET:
-        raise ValueError(f"export_onnx: opset is expected to be {OLDEST_OPSET} to {NEWEST_OPSET}, got {opset}")
+    check_opset("export_onnx", opset, OLDEST_OPSET, NEWEST_OPSET)
+    flags = {"portable": portable, "join_projections": join_projections}
+    check_flags("export_onnx", **flags, **({} if external_data is None else {"external_data": external_data}))
+    check_kv_cache("export_onnx", kv_cache)
     args = _inputs(model, args)
     target = Path(path)
 
@@ -100,10 +104,9 @@ def export_onnx(
 
     check_output(target)
     schema.register_schema()  # torch's exporter makes nodes from schemas
-    how = {"portable": portable, "join_projections": join_projections}
     if kv_cache is not None:
         kw |= {"dynamic_shapes": dynamic_shapes, "opset_version": opset}
-        return _with_cache(model, args, target, kv_cache, how, external_data, kw)
+        return _with_cache(model, args, target, kv_cache, flags, external_data, kw)
     kw["custom_translation_table"] = torch_nodes.table() | (kw.get("custom_translation_table") or {})
     kw.setdefault("verbose", False)
     kw |= {"dynamo": True, "dynamic_shapes": dynamic_shapes, "opset_version": opset}
@@ -116,7 +119,7 @@ def export_onnx(
                 if advised := advice(model, error):
                     error.add_note(advised)
                 raise
-        return exported, _fuse(exported, how)
+        return exported, _fuse(exported, flags)
 
     converted, notes = _by_route(model, convert)
     exported, report = converted if converted is not None else convert()

@@ -17,11 +17,16 @@ _SAME = ("Cast", "CastLike", "Identity")  # of a number, also in another type
 def export(module: Any, args: tuple[Any, ...], options: dict[str, Any]) -> ir.Model:
     """torch.onnx.export, whose optimizer keeps small numbers."""
     import torch
+    from onnx_ir.passes.common import InlinePass
+    from onnxscript import optimizer
 
     is_optimized = options.get("optimize", True)
     program = torch.onnx.export(module, args, **(options | {"optimize": False}))
     assert program is not None  # what dynamo=True gives
     if is_optimized:
+        # As the optimizer itself begins, so that numbers are there that it would work out first, such as alpha times 1.
+        InlinePass()(program.model)
+        optimizer.fold_constants(program.model)
         keep_small_numbers(program.model)
         program.optimize()
     return program.model

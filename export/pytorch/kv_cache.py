@@ -18,7 +18,6 @@ from flashonnx.export.pytorch.transformers_route import Route
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-KINDS = ("static", "paged")
 _ONE_NUMBER = (
     ", and sentences have different ones; it is expected to take positions from position_ids alone, and its mask from "
     "transformers' create_causal_mask without an attention_mask of its own. fuse(kv_cache=) may take an export with a "
@@ -51,7 +50,10 @@ class CacheRoute(Route):
             raise self._refuse(f"{layer} has a mask that is more than a triangle or a window, or a bias")
         index = self.cache.layer_of(key, value)
         if index is None:
-            raise self._refuse(f"{layer} does not attend to what it gave the cache")
+            raise self._refuse(
+                f"{layer} attends to other keys and values than it gave its cache, such as those that are made of "
+                "latents (MLA), for which there is no operator; without kv_cache its attention is fused"
+            )
         attributes.pop("empty_row")  # every query sees itself
         y, keys, values = _operator()(
             query, key, value, self.cache.keys[index], self.cache.values[index], self.cache.lengths,
@@ -155,16 +157,14 @@ def prepared(
     Args:
         model: a decoder of transformers.
         args: nothing, or (input_ids,): its type is taken.
-        kind: one of KINDS.
+        kind: one of KV_CACHES.
         more: arguments for every call of the model that are no tensors.
 
     Raises:
-        CacheExportError: the model is none that has caches, or `kind` is unknown.
+        CacheExportError: the model is none that has caches.
     """
     import torch
 
-    if kind not in KINDS:
-        raise CacheExportError(f"export_onnx: kv_cache is expected to be one of {', '.join(KINDS)}, got {kind!r}")
     if len(args) > 1 or any(isinstance(x, torch.Tensor) for x in more.values()):
         raise CacheExportError(
             "export_onnx: with kv_cache the inputs are input_ids, cache_lengths and the caches; give (input_ids,) or ()"

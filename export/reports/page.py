@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import html
 from typing import TYPE_CHECKING
 
@@ -11,9 +12,11 @@ if TYPE_CHECKING:
 
 def page(report: Report) -> str:
     """The whole page."""
-    share = report.fused / report.total if report.total else 1.0
+    done = report.total - report.fused if report.undone else report.fused
+    share = done / report.total if report.total else 1.0
     return _PAGE.format(
         style=_STYLE,
+        what="unfusion" if report.undone else "fusion",
         title=_text(report.summary),
         numbers=_numbers(report),
         bar=f'<div class="bar"><span style="width:{100 * share:.1f}%"></span></div>' if report.total else "",
@@ -23,18 +26,21 @@ def page(report: Report) -> str:
 
 
 def _numbers(report: Report) -> str:
-    """Fused, left, saved, still formed."""
-    from flashonnx.export.reports.report import in_units
+    """Fused or replaced, left; and what is saved and still formed, where that is known."""
+    from flashonnx.export.reports.report import WORDS, in_units
 
     if not report.sites:
         return ""
     gone, left = report.bytes(fused=True), report.bytes(fused=False)
-    cards = [
-        ("good", report.fused, "fused"),
-        ("bad" if report.total > report.fused else "", report.total - report.fused, "left as they were"),
-        ("good", in_units(gone) if gone else "–", "of scores no longer formed"),
-        ("bad" if left else "", in_units(left) if left else "–", "of scores still formed"),
+    counts = collections.Counter(map(report.became_of, report.sites))
+    done = "replaced" if report.undone else "fused"
+    cards: list[tuple[str, object, str]] = [
+        ("good", counts[done], WORDS[done]),
+        ("bad" if counts["left"] else "", counts["left"], "left as they were"),
     ]
+    if not report.undone:
+        cards.append(("good", in_units(gone) if gone else "–", "of scores no longer formed"))
+        cards.append(("bad" if left else "", in_units(left) if left else "–", "of scores still formed"))
     if report.mask_bytes:
         cards.append(("bad", in_units(report.mask_bytes), "of masks of queries by keys still there"))
     lengths = ", ".join(f"{name} = {length}" for name, length in report.lengths.items())
@@ -56,11 +62,11 @@ def _table(report: Report) -> str:
 def _row(report: Report, site: Site) -> str:
     from flashonnx.export.reports.report import in_units
 
-    kind = "fused" if site.fused else "left"
+    kind = report.became_of(site)
     size = site.bytes(report.lengths)
     *places, node = site.node.split(" / ")
     where = "".join(f"<small>{_text(place)} ›</small> " for place in places) + f"<code>{_broken(node)}</code>"
-    kind_of_text, mask = "remark" if site.fused else "reason", site.mask_remark(report.lengths)
+    kind_of_text, mask = "reason" if kind == "left" else "remark", site.mask_remark(report.lengths)
     is_why = f'<p class="{kind_of_text}">{_text(site.reason)}</p>' if site.reason else ""
     is_why += f'<p class="reason">{_text(mask)}</p>' if mask else ""
     became = (f"<code>{_text(site.became)}</code>" if site.became else "") + is_why
@@ -112,7 +118,7 @@ td:nth-child(5) { font-variant-numeric: tabular-nums; font-size: .9rem }
 code { font: .87em/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; overflow-wrap: anywhere }
 small { color: var(--dim) }
 .mark { font-size: .78rem; font-weight: 600; padding: .12rem .55rem; border-radius: 1rem; white-space: nowrap }
-.fused .mark { color: var(--good); background: var(--good-tint) }
+.fused .mark, .replaced .mark { color: var(--good); background: var(--good-tint) }
 .left .mark { color: var(--bad); background: var(--bad-tint) }
 td p { margin: 0 } code + p { margin-top: .3rem }
 .reason { color: var(--bad) } .remark { color: var(--dim); font-size: .9rem }
@@ -122,7 +128,7 @@ td p { margin: 0 } code + p { margin-top: .3rem }
 _PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>flashonnx: {title}</title><style>{style}</style></head>
-<body><header><p>flashonnx · fusion report</p><h1>{title}</h1></header>
+<body><header><p>flashonnx · {what} report</p><h1>{title}</h1></header>
 {bar}{numbers}{table}{notes}
 </body></html>
 """

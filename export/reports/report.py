@@ -1,4 +1,4 @@
-"""What fusion found and did, site by site, for people (text, HTML) and for programs (JSON)."""
+"""What fuse or unfuse found and did, site by site, for people (text, HTML) and for programs (JSON)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 FUNCTION = "function "  # how the place of a site in a model-local function begins
+# What was done to a site, in a word and in words.
+WORDS = {"fused": "fused", "left": "left as it was", "replaced": "standard operators again"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +68,13 @@ class Report:
         sites: what was found.
         notes: what there is to say about the model as a whole.
         given: lengths of named dimensions, see `at`.
+        undone: it is unfuse's: the sites are the fused nodes that were there, and those that are `fused` still are.
     """
 
     sites: tuple[Site, ...] = ()
     notes: tuple[str, ...] = ()
     given: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    undone: bool = False
 
     @property
     def fused(self) -> int:
@@ -81,6 +85,12 @@ class Report:
     def total(self) -> int:
         """How many sites there are."""
         return len(self.sites)
+
+    def became_of(self, site: Site) -> str:
+        """What was done to a site: a key of `WORDS`."""
+        if self.undone:
+            return "left" if site.fused else "replaced"
+        return "fused" if site.fused else "left"
 
     def at(self, lengths: Mapping[str, int]) -> Report:
         """The same report with bytes at those lengths of named dimensions, e.g. {"batch": 8, "sequence": 512}.
@@ -114,7 +124,10 @@ class Report:
     def summary(self) -> str:
         """One line."""
         if not self.sites:
-            return "no attention found: the model is unchanged"
+            what = "fused node" if self.undone else "attention"
+            return f"no {what} found: the model is unchanged"
+        if self.undone:
+            return f"{self.total - self.fused} of {self.total} fused nodes are standard operators again"
         return f"{self.fused} of {self.total} attentions fused"
 
     @property
@@ -130,7 +143,7 @@ class Report:
         return ", ".join(parts) + (f" (at {lengths})" if parts and lengths else "")
 
     def lines(self) -> list[tuple[str, str]]:
-        """The text, line by line, each with what it is: summary, savings, fused, left, reason or note.
+        """The text, line by line, each with what it is: summary, savings, reason, note or a key of `WORDS`.
 
         What holds for several sites is said once, beside the first of them.
         """
@@ -140,7 +153,7 @@ class Report:
         left = collections.Counter(text for texts in remarks.values() for text in texts)  # to be said once
         for i, site in enumerate(self.sites):
             what = f"{site.kind} -> {site.became}" if site.became else site.kind
-            lines.append(("fused" if site.fused else "left", f"{site.node}: {what}"))
+            lines.append((self.became_of(site), f"{site.node}: {what}"))
             for text in remarks[i]:
                 more = left.pop(text, 0) - 1
                 if text and more >= 0:
@@ -148,8 +161,11 @@ class Report:
         return lines + [("note", f"note: {note}") for note in self.notes]
 
     def __str__(self) -> str:
-        marks = {"fused": "  fused  ", "left": "  left   "}
-        return "\n".join(marks.get(kind, "") + text for kind, text in self.lines())
+        return "\n".join(self._mark(kind) + text for kind, text in self.lines())
+
+    def _mark(self, kind: str) -> str:
+        """What a line begins with."""
+        return f"  {kind:<{9 if self.undone else 7}}" if kind in WORDS else ""
 
     def __rich__(self) -> Text:
         """The text in colours."""
@@ -158,8 +174,7 @@ class Report:
         styles = {"summary": "bold", "savings": "dim", "reason": "yellow", "note": "italic"}
         text = Text()
         for kind, line in self.lines():
-            if kind in ("fused", "left"):
-                text.append(f"  {kind:<7}", "bold green" if kind == "fused" else "bold red")
+            text.append(self._mark(kind), "bold red" if kind == "left" else "bold green")
             text.append(f"{line}\n", styles.get(kind, ""))
         text.rstrip()
         return text
@@ -182,15 +197,15 @@ class Report:
             "bytes": f"{in_units(size)}{where}" if size is not None else "",
             "became": site.became,
             "mask": site.mask_remark(self.lengths),
-            "remark" if site.fused else "why not": site.reason,
+            "why not" if self.became_of(site) == "left" else "remark": site.reason,
         }
-        lines = [f"{site.node}: {site.kind}, {'fused' if site.fused else 'left as it was'}"]
+        lines = [f"{site.node}: {site.kind}, {WORDS[self.became_of(site)]}"]
         return "\n".join([*lines, *(f"  {key:<11}{text}" for key, text in facts.items() if text)])
 
     def to_json(self, *, indent: int | None = 2) -> str:
         """The report as a JSON object.
 
-        fused, total, lengths, bytes_saved, bytes_left, bytes_masks, notes and sites; each of these node, kind,
+        fused, total, undone, lengths, bytes_saved, bytes_left, bytes_masks, notes and sites; each of these node, kind,
         operators (pairs of type and name), fused, reason, became, scores (dimensions as numbers and texts, null where
         not known), bytes (at the lengths, or null) and mask (dimensions, if it is queries by keys, else null).
         bytes_masks are those of such masks, each once; bytes_saved is without them.
@@ -213,6 +228,7 @@ class Report:
         content: dict[str, Any] = {
             "fused": self.fused,
             "total": self.total,
+            "undone": self.undone,
             "lengths": lengths,
             "bytes_saved": self.bytes(fused=True),
             "bytes_left": self.bytes(fused=False),

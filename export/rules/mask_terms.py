@@ -33,13 +33,13 @@ _MIXED = (
     "together would give another value; fill with -inf or the type's lowest number"
 )
 _KEPT = (
-    "a window is left in the mask, as a query from which the masks hide every key would give another value without it; "
-    "masks of -inf, or one Where(mask, 0, finfo.min) in float32, do not have that"
+    "a {shape} is left in the mask, as a query from which the masks hide every key would give another value without "
+    "it; masks of -inf, or one Where(mask, 0, finfo.min) in float32, do not have that"
 )
 _NOT_SWALLOWED = (
-    "a window is left in the mask, as a query from which the masks hide every key would give another value without it: "
-    "{fill:g} is added to its scores, and that leaves differences between them, as the lowest number of float32 and "
-    "bfloat16 does not; export with export_onnx or with masks of -inf"
+    "a {shape} is left in the mask, as a query from which the masks hide every key would give another value without "
+    "it: {fill:g} is added to its scores, and that leaves differences between them, as the lowest number of float32 "
+    "and bfloat16 does not; export with export_onnx or with masks of -inf"
 )
 
 
@@ -110,14 +110,7 @@ class Planner:
             return planned
         if whole is None:
             raise RefusalError(_MIXED)
-        return whole if window == NO_WINDOW else dataclasses.replace(whole, remark=self._why_kept(finite))
-
-    def _why_kept(self, finite: Sequence[Step]) -> str:
-        """Why a window could not leave the mask. One number that is added once is enough only if it swallows scores."""
-        fills = {step.fill for step in finite}
-        if len(finite) == 1 and finite[0].is_added and min(fills) > _SWALLOWS:
-            return _NOT_SWALLOWED.format(fill=min(fills))
-        return _KEPT
+        return whole if window == NO_WINDOW else dataclasses.replace(whole, remark=_why_kept(window, finite))
 
     def _beside(self, step: Step, base: Dim) -> Step:
         if step.hides is None:
@@ -218,6 +211,14 @@ class Planner:
             return None
         sizes = {self.grid.query_axis: self.grid.queries, self.grid.key_axis: self.grid.keys}
         return spread(form, dims, tuple(sizes.get(axis, dims[axis]) for axis in range(-len(dims), 0)))
+
+
+def _why_kept(window: Window, finite: Sequence[Step]) -> str:
+    """Why a window could not leave the mask. One number that is added once is enough only if it swallows scores."""
+    fills = {step.fill for step in finite}
+    if len(finite) == 1 and finite[0].is_added and min(fills) > _SWALLOWS:
+        return _NOT_SWALLOWED.format(shape=window.shape, fill=min(fills))
+    return _KEPT.format(shape=window.shape)
 
 
 def _kept(steps: Sequence[Step]) -> tuple[Term, ...]:

@@ -11,16 +11,18 @@ from flashonnx.export.layout.products import Roles
 from flashonnx.export.masks.structure import Window
 from flashonnx.export.model.build import Builder
 from flashonnx.export.operator import schema
+from flashonnx.export.rules import scales
 from flashonnx.export.rules.arrange import Arrangement, arrange
 from flashonnx.export.rules.base import Fusion, Rewrite
 from flashonnx.export.rules.layouts import Heads, Operand, Tensors
 from flashonnx.export.rules.mask_inputs import MaskBuilder, ScoreAxes, full_lengths
 from flashonnx.export.rules.scores import RefusalError, Term
 from flashonnx.export.values.dims import Dim
+from flashonnx.export.values.facts import Facts
 
 FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _LABELS = ("b", "h", "q", "k")
-_ROLES = Roles(("b", "h"), "q", "k", "d", True)
+ROLES = Roles(("b", "h"), "q", "k", "d", True)
 
 
 @dataclasses.dataclass
@@ -59,6 +61,9 @@ def rewrite_site(fusion: Fusion, site: Site, builder: Builder) -> Rewrite:
     Raises:
         RefusalError: Q, K and V have different ranks and the shapes do not tell how to make them one.
     """
+    gives_keys = site.present is not None or any(is_used(value) for value in site.outputs[1:3])
+    keys = site.inputs["past_key"] is None and not gives_keys  # else those are as large as K is now
+    scales.fold(fusion.facts, builder, site.inputs, site.attributes, keys=keys)
     arrangement = _arrangement(fusion, site)
     _improve_mask(fusion, site, builder)
     inputs = [site.inputs[name] for name in schema.INPUTS]
@@ -88,9 +93,9 @@ def rewrite_site(fusion: Fusion, site: Site, builder: Builder) -> Rewrite:
     return Rewrite(builder, replaced, (site.node, *asking), site.remark, output)
 
 
-def _operand(fusion: Fusion, value: ir.Value, heads: int | None, sequence: str, size: str) -> Operand | None:
+def operand_of(facts: Facts, value: ir.Value, heads: int | None, sequence: str, size: str) -> Operand | None:
     """A tensor of three or four dimensions with its axes named; in three, heads and size are one."""
-    rank = fusion.facts.rank(value)
+    rank = facts.rank(value)
     if rank == 4:
         return Operand(value, ("b", "h", sequence, size))
     return Operand(value, ("b", sequence, "h", size), heads) if rank == 3 and heads else None
@@ -104,16 +109,17 @@ def _arrangement(fusion: Fusion, site: Site) -> Arrangement | None:
     if any(is_used(value) for value in site.outputs[1:3]):
         return None
     q_heads, kv_heads = site.attributes.get("q_num_heads"), site.attributes.get("kv_num_heads")
-    query, key = _operand(fusion, q, q_heads, "q", "d"), _operand(fusion, k, kv_heads, "k", "d")
-    value, output = _operand(fusion, v, kv_heads, "k", "e"), _operand(fusion, site.outputs[0], q_heads, "q", "e")
+    facts = fusion.facts
+    query, key = operand_of(facts, q, q_heads, "q", "d"), operand_of(facts, k, kv_heads, "k", "d")
+    value, output = operand_of(facts, v, kv_heads, "k", "e"), operand_of(facts, site.outputs[0], q_heads, "q", "e")
     if query is None or key is None or value is None or output is None:
         return None
-    key_dims = fusion.facts.dims(k)
+    key_dims = facts.dims(k)
     assert key_dims is not None
     key_heads = key_dims[1] if len(key_dims) == 4 else Dim.of(kv_heads or 0)
-    tensors = Tensors(query, key, value, output, _ROLES, "e", key_heads)
+    tensors = Tensors(query, key, value, output, ROLES, "e", key_heads)
     try:
-        found = arrange(fusion.facts, tensors, scales=False)
+        found = arrange(facts, tensors, scales=False)
         found.layout_attributes()
     except RefusalError:
         return None  # one to one, then
@@ -185,4 +191,4 @@ def _score_axes(fusion: Fusion, site: Site) -> ScoreAxes | None:
         if past is None or len(past) != 4:
             return None
         keys = keys + past[2]
-    return ScoreAxes(_LABELS, (batch, heads, queries, keys), _ROLES, Heads(batch, heads), True)
+    return ScoreAxes(_LABELS, (batch, heads, queries, keys), ROLES, Heads(batch, heads), True)

@@ -8,6 +8,7 @@ from typing import Any
 import onnx_ir as ir
 from flashonnx.export.layout.views import peel
 from flashonnx.export.operator.cache_schema import KV_CACHE, VARLEN, VARLEN_INPUTS
+from flashonnx.export.rules import scales
 from flashonnx.export.rules.base import Fusion, Rewrite, Rule
 from flashonnx.export.rules.contributed import DOMAIN, Contributed
 from flashonnx.export.rules.operator_site import is_used
@@ -81,12 +82,13 @@ class Varlen(Rule):
     def rewrite(self, fusion: Fusion, candidate: Candidate) -> Rewrite:
         node, facts = candidate.node, fusion.facts
         given = dict(zip(VARLEN_INPUTS, node.inputs, strict=False))
-        before = {name: given[name] for name in "QKV"}
-        given |= {name: _upstream(facts, value) for name, value in before.items() if value is not None}
-        if all(given[name] is value for name, value in before.items()):
-            raise RefusalError("already fused")
         attributes = {name: attribute.value for name, attribute in node.attributes.items()}
         builder = fusion.builder(node)
+        before = {name: given[name] for name in "QKV"}
+        scales.fold(facts, builder, given, attributes, keys=True)
+        given |= {name: _upstream(facts, value) for name in "QKV" if (value := given[name]) is not None}
+        if all(given[name] is value for name, value in before.items()):
+            raise RefusalError("already fused")
         made = fusion.cached(builder, VARLEN, given, attributes, 3, outputs=len(node.outputs))
         new = made.producer()
         assert new is not None

@@ -2,7 +2,7 @@
 
 Merged batch and heads come apart before a mask is added, batches of windows before each window gets
 its own, rows and columns of an image before relative positions are added. The scores of all these
-shapes are views of one product; a mask is brought to the shape in which the softmax sees them, which
+shapes are views of one product; a mask is brought to one in which heads are apart, or to that of the softmax, which
 costs a copy of the mask where part of an axis repeats there, and nothing of the scores' size else.
 """
 
@@ -16,6 +16,7 @@ from flashonnx.export.layout.factors import Axis, Factor, View
 from flashonnx.export.layout.products import Labels, Roles
 from flashonnx.export.layout.steps import after
 from flashonnx.export.model.build import Builder
+from flashonnx.export.rules.layouts import Heads
 from flashonnx.export.rules.scores import RefusalError, Scores, Term, Weights
 from flashonnx.export.rules.sizes import Sizes
 from flashonnx.export.values.dims import Dim, product
@@ -52,18 +53,25 @@ class ScoreSpaces:
         if self.softmax.axes[-1] != self.views[0].axes[self.labels.index(key)]:
             raise RefusalError("the softmax does not run over the keys alone")
 
-    def named(self, roles: Roles) -> tuple[View, Labels, Roles] | None:
-        """The shape in which masks are wanted, and what its axes are: the softmax's, or else the product's."""
+    def named(self, roles: Roles, heads: Heads) -> tuple[View, Labels, Roles] | None:
+        """The shape in which masks are wanted, and what its axes are.
+
+        That is the softmax's, where it has heads apart, or another one on the way there that has; else the softmax's
+        as it is, or the product's.
+        """
         first = self.views[0]
-        if self.softmax.axes == first.axes and len(roles.batch) <= 2:
-            return first, self.labels, roles
-        axes = dict(zip(self.labels, first.axes, strict=True))
-        batch = {factor for label in roles.batch for factor in axes[label]}
-        *outer, query, key = self.softmax.axes
-        is_batch = all(factor in batch for axis in outer for factor in axis)
-        if is_batch and (query, key) == (axes[roles.query], axes[roles.key]) and 0 < len(outer) <= 2:
-            labels = tuple(f"batch{index}" for index in range(len(outer)))
-            return self.softmax, (*labels, roles.query, roles.key), dataclasses.replace(roles, batch=labels)
+        on_the_way = [self.softmax, *self.views[: self._count]]
+        wanted = [view for view in on_the_way if view.dims[:-2] == (heads.batch, heads.heads)]
+        for view in (*wanted, self.softmax):
+            if view.axes == first.axes and len(roles.batch) <= 2:
+                return first, self.labels, roles
+            axes = dict(zip(self.labels, first.axes, strict=True))
+            batch = {factor for label in roles.batch for factor in axes[label]}
+            *outer, query, key = view.axes
+            is_batch = all(factor in batch for axis in outer for factor in axis)
+            if is_batch and (query, key) == (axes[roles.query], axes[roles.key]) and 0 < len(outer) <= 2:
+                labels = tuple(f"batch{index}" for index in range(len(outer)))
+                return view, (*labels, roles.query, roles.key), dataclasses.replace(roles, batch=labels)
         return (first, self.labels, roles) if len(roles.batch) <= 2 else None
 
     def bring(self, term: Term, there: View, builder: Builder, operands: Sequence[ir.Value]) -> Term:

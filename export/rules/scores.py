@@ -9,6 +9,7 @@ import onnx_ir as ir
 from flashonnx.export.layout.products import Product, product_of
 from flashonnx.export.layout.steps import LAYOUT_OPERATORS, is_repetition
 from flashonnx.export.layout.views import scaling
+from flashonnx.export.masks.reducer import largest
 from flashonnx.export.model.build import called
 from flashonnx.export.rules.guards import find_even, find_guard, over_keys
 from flashonnx.export.values.dims import Dim
@@ -40,7 +41,8 @@ class Scores:
     """softcap * tanh(scale / softcap * product), then `terms` in order, then softmax.
 
     `layouts` reshape the scores, from the softmax back; `sink` is a column that is put behind them
-    before the softmax, or before them if it `leads`; `even`: in rows of nothing but -inf all keys weigh the same.
+    before the softmax, or before them if it `leads`; `even`: in rows of nothing but -inf all keys weigh the same;
+    `rows` multiply the product, one number for each query of each head or for all of its queries.
     """
 
     product: Product
@@ -52,6 +54,7 @@ class Scores:
     sink: ir.Value | None = None
     leads: bool = False
     even: bool = False
+    rows: ir.Value | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +103,17 @@ class _State:
     sink: ir.Value | None = None
     leads: bool = False
     even: bool = False
+    floor: _Floor | None = None
+    rows: ir.Value | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Floor:
+    """A Max of scores of a type and its lowest number, and how many terms come behind it."""
+
+    name: str
+    kind: ir.DataType
+    terms: int
 
 
 class _Walk:
@@ -113,9 +127,11 @@ class _Walk:
         product = product_of(self.facts, node)
         if product is not None:
             scale = state.factor * product.factor * (state.softcap or 1.0)
+            if state.floor is not None:
+                self._check_floor(state.floor, state.terms[: len(state.terms) - state.floor.terms])
             return Scores(
                 product, scale, state.softcap, state.terms, (*state.nodes, node), state.layouts, state.sink,
-                state.leads, state.even,
+                state.leads, state.even, state.rows,
             )  # fmt: skip
         state = dataclasses.replace(state, nodes=(*state.nodes, node))
         scaled = scaling(self.facts, node)
@@ -124,7 +140,7 @@ class _Walk:
             return self.back(scaled[0], dataclasses.replace(state, factor=factor))
         step = getattr(self, f"_{node.op_type.lower()}", None) if not node.domain else None
         if step is None:
-            if node.op_type in LAYOUT_OPERATORS and not node.domain:
+            if node.op_type in LAYOUT_OPERATORS and not node.domain and state.rows is None:
                 layouts = (*state.layouts, node)
                 return self.back(_input(node, 0), dataclasses.replace(state, layouts=layouts))
             raise RefusalError(f"{node.op_type} '{called(node)}' stands between the product and the softmax")
@@ -143,7 +159,19 @@ class _Walk:
             raise RefusalError(f"dropout '{called(node)}' is in training mode")
         return self.back(_input(node, 0), state)
 
+    def _mul(self, node: ir.Node, state: _State) -> Scores:
+        """One number for each row of scores, as Swin V2 has one for each head: it may multiply the query as well."""
+        for scores, rows in (node.inputs, node.inputs[::-1]):
+            dims, known = self.facts.dims(rows), self.facts.dims(scores)
+            if scores is None or self.facts.is_fixed(scores) or not dims or not known or known[-1] == 1:
+                continue
+            if dims[-1] == 1 and len(dims) <= len(known) and state.rows is None:
+                return self.back(scores, dataclasses.replace(state, rows=rows))
+        raise RefusalError(f"Mul '{called(node)}' stands between the product and the softmax")
+
     def _tanh(self, node: ir.Node, state: _State) -> Scores:
+        if state.rows is not None:
+            raise RefusalError(f"scores are multiplied row by row behind the softcap ('{called(node)}')")
         if state.softcap:
             raise RefusalError(f"two Tanh in a row ('{called(node)}') on the scores")
         if state.factor <= 0:
@@ -163,6 +191,34 @@ class _Walk:
         if not over_keys(self.facts, top) or state.sink or state.softcap or not all(map(is_minus_infinity, fills)):
             raise RefusalError(f"the maximum that '{called(node)}' takes off the scores is not that of whole rows")
         return self.back(_input(node, 0), dataclasses.replace(state, nodes=(*state.nodes, top)))
+
+    def _max(self, node: ir.Node, state: _State) -> Scores:
+        """A floor under the scores, as XGLM has it at the type's lowest number: of all scores it could change -inf."""
+        scores, number = _beside_number(self.facts, node)
+        kind = self.facts.dtype(scores)
+        if is_minus_infinity(number):
+            return self.back(scores, state)
+        if kind is None or number > float(kind.min) or state.factor != 1.0 or state.softcap or state.floor:
+            raise RefusalError(f"Max '{called(node)}' keeps scores above {number:.6g}, which the operator does not")
+        floor = _Floor(called(node), kind, len(state.terms))
+        return self.back(scores, dataclasses.replace(state, floor=floor))
+
+    def _check_floor(self, floor: _Floor, terms: tuple[Term, ...]) -> None:
+        """It is without effect where no score can be -inf: all that `terms` may add is no more than the type has.
+
+        The lowest number of float32 or bfloat16 swallows what it is added to; of float16 -17 and it are -inf.
+        """
+        if floor.kind not in (ir.DataType.FLOAT, ir.DataType.BFLOAT16):
+            kind = floor.kind.name.lower()
+            raise RefusalError(
+                f"Max '{floor.name}' of {kind} changes scores that became -inf by a mask; export in float32 or bfloat16"
+            )
+        sizes = [largest(self.facts, term.value) if term.is_bias else 1.0 for term in terms]
+        known = [abs(term.number) * size for term, size in zip(terms, sizes, strict=True) if size is not None]
+        if len(known) < len(sizes) or not sum(known) <= float(floor.kind.max):
+            raise RefusalError(
+                f"Max '{floor.name}' changes scores that masks may have set to -inf; use one mask, of finite numbers"
+            )
 
     def _concat(self, node: ir.Node, state: _State) -> Scores:
         """One more column: a sink."""
@@ -227,8 +283,20 @@ class _Walk:
             raise RefusalError(
                 f"'{called(node)}' changes scores before the softcap; the operator applies softcap first"
             )
+        if state.rows is not None:
+            raise RefusalError(f"'{called(node)}' changes scores before they are multiplied row by row")
         term = dataclasses.replace(term, layouts=len(state.layouts))
         return self.back(scores, dataclasses.replace(state, terms=(term, *state.terms)))
+
+
+def _beside_number(facts: Facts, node: ir.Node) -> tuple[ir.Value, float]:
+    """The scores that `node` takes beside one number, and that."""
+    for scores, other in (node.inputs, node.inputs[::-1]) if len(node.inputs) == 2 else ():
+        number, rank, dims = facts.uniform(other), facts.rank(scores), facts.dims(other)
+        is_narrow = rank is not None and dims is not None and len(dims) <= rank and all(size == 1 for size in dims)
+        if scores is not None and number is not None and is_narrow and not facts.is_fixed(scores):
+            return scores, number
+    raise RefusalError(f"{node.op_type} '{called(node)}' stands between the product and the softmax")
 
 
 def read_weights(facts: Facts, softmax: ir.Node, sink: ir.Value | None = None, leads: bool = False) -> Weights:

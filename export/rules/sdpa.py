@@ -50,6 +50,8 @@ class DecomposedAttention(Rule):
             raise RefusalError(f"the product with V is multiplied by {second.factor}")
         assert named is not None
         query, key = _operands(scores, roles)
+        builder = fusion.builder(softmax)
+        query = _with_rows(facts, builder, scores, query)
         value_is_right = second.left is weights.probabilities
         value = Operand(
             named.right if value_is_right else named.left,
@@ -68,7 +70,6 @@ class DecomposedAttention(Rule):
         scale = scores.scale * found.query.factor * found.key.factor
         if not scale > 0:
             raise RefusalError(f"the scale {scale} is not positive")
-        builder = fusion.builder(softmax)
         terms, axes = _terms(facts, scores, weights, roles, found, builder)
         layout = found.layout_attributes()
         alike = (softmax.graph, terms, axes, dtype, weights.guarded, scores.even)
@@ -115,7 +116,7 @@ def _terms(
         raise RefusalError("the scores are reshaped before a column is put beside them")
     spaces = ScoreSpaces(facts, scores, weights)
     spaces.check_softmax(roles.key)
-    named = spaces.named(roles)
+    named = spaces.named(roles, found.heads)
     if named is None:
         raise RefusalError("the scores are reshaped before the softmax to something else than batch, heads and places")
     view, labels, roles = named
@@ -159,6 +160,20 @@ def _operands(scores: Scores, roles: Roles) -> tuple[Operand, Operand]:
     left = Operand(product.left, product.left_labels)
     right = Operand(product.right, product.right_labels)
     return (left, right) if roles.query_is_left else (right, left)
+
+
+def _with_rows(facts: Facts, builder: Builder, scores: Scores, query: Operand) -> Operand:
+    """Q multiplied by the numbers that multiply the rows of its scores."""
+    rows = scores.rows
+    if rows is None:
+        return query
+    dims, wide, sizes = (facts.dims(value) for value in (query.value, scores.product.node.outputs[0], rows))
+    ends_alike = query.labels[:-1] == scores.product.labels[:-1]
+    if dims is None or wide is None or sizes is None or not ends_alike or dims[:-1] != wide[:-1]:
+        raise RefusalError(f"'{rows.name}' multiplies rows of scores whose axes are not those of Q")
+    value = builder.op("Mul", query.value, rows, dtype=facts.dtype(query.value))
+    facts.learn(builder.nodes)
+    return dataclasses.replace(query, value=value)
 
 
 def _value_label(product: Product | None, roles: Roles) -> str:

@@ -218,6 +218,6 @@ def test_without_rotation() -> None:
 @library
 def test_heads_first_stay() -> None:
     """What is no transpose stays in four dimensions."""
-    node, fused = check(model("w = Mul(q, two) u = Mul(k, two)", q="w", k="u"))
+    node, fused = check(model("w = Neg(q) u = Neg(k)", q="w", k="u"))
     assert list(node.input[:2]) == ["w", "u"]
     assert "Transpose" in op_types(fused)

@@ -39,7 +39,7 @@ def test_rows_that_two_masks_hide_together(combine: str, is_causal: bool) -> Non
     for rows in ([[1, 1, 1, 0], [1, 1, 0, 0]], [[0, 0, 1, 1], [0, 1, 1, 1]], [[0, 1, 0, 1], [0, 0, 0, 0]]):
         fused, report = fuse_and_check(model, {"b": 2, "s": 4}, padding=np.array(rows))
         assert ("is_causal" in attributes(nodes(fused)[0])) == is_causal
-        assert ("a window is left in the mask" in report.sites[0].reason) != is_causal
+        assert ("a triangle is left in the mask" in report.sites[0].reason) != is_causal
 
 
 def test_rows_that_no_mask_keeps() -> None:

@@ -212,6 +212,38 @@ def test_small_numbers_beside_scalars(tmp_path: Path) -> None:
     check(Scalars(), path, torch.full((3, 8), 1e-6))
 
 
+# A small number that the graph works out of others.
+WORKED_OUT = {
+    "alpha": lambda x: torch.add(x, torch.ones(()), alpha=1e-9),
+    "alpha of a number": lambda x: torch.add(x, 1, alpha=1e-9),
+    "alpha of a vector": lambda x: torch.add(x, torch.ones(x.shape[-1:]), alpha=1e-9),
+    "alpha, subtracted": lambda x: torch.sub(x, torch.ones(()), alpha=-1e-9),
+    "a product": lambda x: x + torch.ones(()) * 1e-5 * torch.tensor(1e-4),
+    "a quotient and a root": lambda x: x + torch.sqrt(torch.ones(()) / 1e18),
+    "of double": lambda x: x + (torch.ones((), dtype=torch.float64) * 1e-9).float(),
+}
+
+
+class WorkedOut(torch.nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.add = WORKED_OUT[name]
+
+    def forward(self, x: Any) -> Any:
+        return 1e-9 / self.add(x), 1e-9 / self.add(x.sum())
+
+
+@pytest.mark.parametrize("name", WORKED_OUT)
+def test_small_numbers_that_are_worked_out(name: str, tmp_path: Path) -> None:
+    """Beside a tensor and beside a scalar."""
+    path, model = tmp_path / "model.onnx", WorkedOut(name)
+    export(model, (torch.zeros(3, 8),), path, dynamic_shapes={"x": {0: "rows"}})
+    session = flashonnx.session(path, ["CPUExecutionProvider"])
+    for x in (torch.zeros(3, 8), torch.full((2, 8), 1e-9)):
+        for got, want in zip(session.run(None, {"x": x.numpy()}), model(x), strict=True):
+            np.testing.assert_allclose(got, want.numpy(), atol=1e-4)
+
+
 def test_helium_at_zero(tmp_path: Path) -> None:
     """A token whose embedding is zero, of which transformers makes zeros."""
     transformers = pytest.importorskip("transformers")

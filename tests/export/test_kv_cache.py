@@ -44,9 +44,17 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "cohere": ("CohereForCausalLM", "CohereConfig",  # neighbours are turned
                {**_CACHED, "tie_word_embeddings": False, "logit_scale": 1.0}),
     "glm": ("GlmForCausalLM", "GlmConfig", {**_CACHED, "head_dim": 8, "pad_token_id": 0}),  # half of them
+    "starcoder2": ("Starcoder2ForCausalLM", "Starcoder2Config", {**_CACHED, "initializer_range": 0.1}),
+    "persimmon": ("PersimmonForCausalLM", "PersimmonConfig",  # Q, K and V by one product, heads side by side
+                  {n: x for n, x in _CACHED.items() if n[:7] != "num_key"}),
+    "olmo3": ("Olmo3ForCausalLM", "Olmo3Config",
+              {**_CACHED, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}),
+    "cohere2": ("Cohere2ForCausalLM", "Cohere2Config",  # without rotation where a layer sees all
+                {**_CACHED, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"],
+                 "tie_word_embeddings": False, "logit_scale": 1.0}),
     "ernie": ("Ernie4_5ForCausalLM", "Ernie4_5Config", {**_CACHED, "head_dim": 8, "tie_word_embeddings": False}),
 }  # fmt: skip
-EVERYDAY = ("llama", "gpt2")
+EVERYDAY = ("llama", "gpt2", "opt")
 EACH = [pytest.param(name, marks=[] if name in EVERYDAY else pytest.mark.slow) for name in MODELS]
 
 
@@ -173,13 +181,22 @@ def test_inputs_and_outputs(exported: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("gpt2", "opt")])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("gpt2", "opt", "cohere2")])
 def test_rotation_is_in_the_operator(name: str, exported: Any) -> None:
     """As halves or as neighbours, of whole heads or of their first part: nothing of it is left in the graph."""
     graph = onnx.load(exported(name)[1]).graph
     nodes = [node for node in graph.node if node.domain == "flashonnx"]
     assert len(nodes) == 2 and all(node.input[8] and node.input[9] and node.input[10] for node in nodes)
     assert "Neg" not in {node.op_type for node in graph.node}
+
+
+def test_what_multiplies_queries_is_in_the_scale(exported: Any) -> None:
+    """OPT multiplies Q and leaves a scale of 1: one product makes all three projections all the same."""
+    graph = onnx.load(exported("opt")[1]).graph
+    nodes = [node for node in graph.node if node.domain == "flashonnx"]
+    found = [{a.name: onnx.helper.get_attribute_value(a) for a in node.attribute} for node in nodes]
+    assert [(each["qkv_layout"], round(each["scale"], 5)) for each in found] == [(b"gqa", 0.35355)] * 2
+    assert not {"Transpose", "Mul"} & {node.op_type for node in graph.node}
 
 
 def test_windows_are_attributes(exported: Any) -> None:
@@ -289,6 +306,23 @@ REFUSED: dict[str, tuple[Any, str]] = {
         ),
         "set_experts_implementation('batched_mm')",
     ),
+    "latents": (
+        lambda: transformers.DeepseekV3ForCausalLM(
+            transformers.DeepseekV3Config(
+                **_PLAIN,
+                kv_lora_rank=8,
+                q_lora_rank=8,
+                qk_rope_head_dim=4,
+                qk_nope_head_dim=4,
+                v_head_dim=8,
+                first_k_dense_replace=2,
+                n_routed_experts=4,
+                moe_intermediate_size=16,
+                num_key_value_heads=4,
+            )
+        ),
+        "made of latents",
+    ),
     "positions from the cache's size": (PositionsOfItsOwn, "computes with the number of tokens in its cache"),
     "not of transformers": (lambda: torch.nn.Linear(2, 2), "models of transformers"),
 }
@@ -325,7 +359,7 @@ def test_experts_within_another_model(tmp_path: Path) -> None:
 def test_arguments(tmp_path: Path) -> None:
     model = made("llama")
     for given, words in (
-        ({"kv_cache": "ragged"}, "one of static, paged"),
+        ({"kv_cache": "ragged"}, "'static', 'paged' or None, got 'ragged'"),
         ({"kv_cache": "static", "dynamic_shapes": {}}, "dynamic_shapes"),
         ({"kv_cache": "static", "output_names": ["y"]}, "output_names"),
         ({"kv_cache": "static", "kwargs": {"attention_mask": torch.ones(1, 2)}}, "cache_lengths"),

@@ -250,21 +250,33 @@ def test_causal_and_padding() -> None:
     assert shape_of(fused, mask_of(fused)) == ["b", 1, 1, "s"]
 
 
-def test_causal_and_padding_in_half_precision() -> None:
+@pytest.mark.parametrize(
+    ("shape", "seen", "wanted"),
+    [
+        ("triangle", "c = LessOrEqual(j, i)", {"is_causal": 1}),
+        ("triangle", "near = Sub(i, i1) c = GreaterOrEqual(j, near)", {"left_window_size": 1}),
+        (
+            "window",
+            "near = Sub(i, i1) a = LessOrEqual(j, i) b = GreaterOrEqual(j, near) c = And(a, b)",
+            {"is_causal": 1, "left_window_size": 1},
+        ),
+    ],
+)
+def test_structure_and_padding_in_half_precision(shape: str, seen: str, wanted: dict[str, int]) -> None:
     """There finfo.min plus a score is not the same for every score, so the mask stays as it is; alone, it goes."""
     making = f"""
-        {POSITIONS} c = LessOrEqual(j, i) wide = Unsqueeze(padding, a12) pad = Cast<to=9>(wide)
+        {POSITIONS} {seen} wide = Unsqueeze(padding, a12) pad = Cast<to=9>(wide)
         both = And(c, pad) m32 = Where(both, zero, half_low) m = Cast<to=10>(m32)
     """
     body = masked(making).replace("zero =", "half_low = Constant<value_float=-65504.0>() zero =", 1)
     inputs, output = f"{SELF}, int64[b,s] padding".replace("float[", "float16["), Y.replace("float[", "float16[")
     model = parse(body, inputs, output)
     fused, report = fuse_and_check(model, {"b": 2, "s": 7}, padding=np.array([[1] * 7, [1] * 5 + [0, 0]], np.int64))
-    assert "is_causal" not in attributes(nodes(fused)[0])
-    assert "a window is left in the mask" in report.sites[0].reason
+    assert not attributes(nodes(fused)[0]).keys() & wanted.keys()
+    assert f"a {shape} is left in the mask" in report.sites[0].reason
     assert "-65504 is added to its scores" in report.sites[0].reason
     fused, _ = fuse_and_check(parse(body.replace("And(c, pad)", "And(c, c)"), inputs, output), {"b": 2, "s": 7})
-    assert attributes(nodes(fused)[0]) == {"scale": 1.0, "is_causal": 1}
+    assert attributes(nodes(fused)[0]) == {"scale": 1.0, **wanted}
 
 
 def test_window() -> None:

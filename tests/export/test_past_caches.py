@@ -16,7 +16,7 @@ flashonnx = pytest.importorskip("flashonnx")
 import decoders  # noqa: E402
 from decoders import Original, Way  # noqa: E402
 from flashonnx.export import fuse  # noqa: E402
-from models import has_library, nodes, op_types, session  # noqa: E402
+from models import attributes, has_library, nodes, op_types, session  # noqa: E402
 
 CAPACITY, STEPS = 40, 20
 PROMPTS = ([5, 17, 33, 60, 2, 41, 7], [11, 8, 23])
@@ -25,7 +25,7 @@ WAYS = (
     *(Way(exporter, "eager", positions=False) for exporter in ("torch", "TorchScript")),
     *(Way(exporter, "sdpa", mask=False, positions=False) for exporter in ("torch", "TorchScript")),
 )
-EVERYDAY = {("llama", WAYS[1]), ("gpt2", WAYS[4]), ("llama", WAYS[2])}
+EVERYDAY = {("llama", WAYS[1]), ("gpt2", WAYS[4]), ("llama", WAYS[2]), ("opt", WAYS[0])}
 MODELS = ("llama", "qwen2", "qwen3", "gemma", "phi", "gpt_neox", "gpt2", "opt")
 MORE = ("mixtral", "falcon", "cohere", "olmo2", "stablelm", "gptj", "gpt_bigcode", "phi3")  # experts among them
 EACH = [
@@ -102,6 +102,10 @@ def test_the_same_at_every_step(name: str, way: Way, exported: Any) -> None:
     assert not ({"Softmax", "Where", "Trilu", "CumSum"} - routing) & op_types(fused), "no masks are left"
     inputs = [value.name for value in fused.graph.input]
     assert inputs[:3] == ["input_ids", "cache_lengths", "past_key_values.0.key"]
+    if name == "opt":  # Q multiplied, no rotation: nothing is left between one product for all three and the node
+        assert "Transpose" not in op_types(fused)
+        found = [attributes(node) for node in nodes(fused)]
+        assert [(each["qkv_layout"], round(each["scale"], 5)) for each in found] == [(b"gqa", 0.35355)] * 2
     check(original, fused)
 
 

@@ -205,7 +205,7 @@ def test_refused(name: str, tmp_path: Any) -> None:
 
 
 def test_unknown_kind() -> None:
-    with pytest.raises(ValueError, match="static, paged"):
+    with pytest.raises(ValueError, match="'static', 'paged' or None, got 'circular'"):
         fuse(model(WRITTEN_OUT), kv_cache="circular")
 
 

@@ -46,6 +46,32 @@ def test_what_holds_for_every_layer_is_said_once() -> None:
 
 def test_nothing_found() -> None:
     assert str(Report()) == "no attention found: the model is unchanged"
+    assert str(Report(undone=True)) == "no fused node found: the model is unchanged"
+
+
+def test_what_unfuse_did() -> None:
+    """Nodes that are replaced are what was asked for, and nothing is called fused but what is left so."""
+    sites = [
+        Site("first", "FlashAttention", False, "does not clamp", "Attention"),
+        Site("second", "FlashAttentionVarlen", True, "packs"),
+    ]
+    report = Report(tuple(sites), undone=True)
+    assert str(report).splitlines() == [
+        "1 of 2 fused nodes are standard operators again",
+        "  replaced first: FlashAttention -> Attention",
+        "         does not clamp",
+        "  left     second: FlashAttentionVarlen",
+        "         packs",
+    ]
+    assert report.__rich__().plain == str(report)
+    assert json.loads(report.to_json())["undone"] is True
+    assert "first: FlashAttention, standard operators again\n" in report.explain("first")
+    assert "  became     Attention\n  remark     does not clamp" in report.explain("first")
+    assert "left as it was\n  scores     their shape is not known\n  why not " in report.explain("second")
+    page = report.to_html()
+    assert "unfusion report" in page and "<b>1</b> standard operators again" in page and "width:50.0%" in page
+    assert page.count('<tr class="replaced">') == page.count('<tr class="left">') == 1
+    assert "fused</li>" not in page and "no longer formed" not in page
 
 
 def test_json() -> None:

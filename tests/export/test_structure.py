@@ -396,4 +396,4 @@ def test_alibi_stays_a_row_a_head(hide: str) -> None:
     low[..., 2:] = 0
     fused, report = fuse_and_check(model, {"b": 2, "s": 4}, bias=low)
     assert "is_causal" not in attributes(nodes(fused)[0])
-    assert "a window is left in the mask" in report.sites[0].reason
+    assert "a triangle is left in the mask" in report.sites[0].reason

@@ -28,7 +28,10 @@ def unfused(case: Case, opset: int, **given: Any) -> onnx.ModelProto:
     model.opset_import.extend([helper.make_opsetid("", opset), helper.make_opsetid("flashonnx", 1)])
     result, report = unfuse(model)
     assert (report.total, report.fused) == (1, 0), str(report)
+    assert str(report).startswith("1 of 1 fused nodes are standard operators again\n  replaced ")
     assert not result.functions
+    used = {name for node in result.graph.node for name in node.input} | {v.name for v in result.graph.output}
+    assert all(used & {*node.output} for node in result.graph.node), "a node that nobody needs"
     assert {node.domain for node in result.graph.node} == {""}
     assert [(o.domain, o.version) for o in result.opset_import] == [("", opset)]
     assert [(v.name, v.type) for v in result.graph.output] == [(v.name, v.type) for v in model.graph.output]

@@ -28,7 +28,7 @@ def unfuse(
     if json:
         emit(json_module.loads(report.to_json()) | {"output": output})
     else:
-        say(f"{report.total - report.fused} of {report.total} FlashAttention nodes are standard operators again")
+        say(report.summary)
         left: dict[str, list[str]] = {}  # by the reason
         for site in report.sites:
             if site.fused:
