@@ -28,8 +28,6 @@ Plan plan_of(const Params& params) {
   plan.mask_per_key = mask && (params.mask.stride[2] == 0 || params.q_length == 1);
   plan.all_tiles = params.softcap > 0 || !(params.scale > 0) || (mask && !plan.mask_per_key);
   plan.factor = params.scale * kLog2e;
-  const bool biases = mask && (plan.mask_per_key || plan.mask_bytes != 1);
-  plan.unit = biases || params.softcap > 0 || !(params.scale > 0) ? kLog2e : plan.factor;
   if (params.softcap > 0) {
     plan.cap_in = params.scale / params.softcap;
     plan.cap_out = params.softcap * kLog2e;

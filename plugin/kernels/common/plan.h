@@ -22,8 +22,6 @@ struct Plan {
   int32_t q_vectors, k_vectors, v_vectors;  // rows begin at multiples of 16 bytes
   int32_t o_vectors;                        // as well, of whole vectors of Q's type
   int32_t mask_vectors;                     // as well, neighbouring keys side by side
-  float unit;  // makes powers of 2 of the scores of sm90's general kernel: log2 e, or factor where
-               // they are bare products, with nothing to add or to cap
 };
 
 // Without `section_tiles` and `row_tiles`, which depend on the tile.

@@ -18,7 +18,7 @@ struct General {
   // What its scores are multiplied by to be powers of 2.
   template <Look kLook>
   __device__ __forceinline__ float unit() const {
-    return kLook == Look::kBiases ? kLog2e : plan.unit;
+    return kLook != Look::kBiases && bare_products() ? plan.factor : kLog2e;
   }
   // Whether a mask of Q's type with a row per query is all that it has to see to.
   __device__ __forceinline__ bool has_row_biases() const {
@@ -91,6 +91,11 @@ struct General {
  private:
   static constexpr bool kReadsEarly = C::kGeneral && C::kGroups == 2;
 
+  // Whether products stay as they are, as there is nothing to add to them.
+  __device__ __forceinline__ bool bare_products() const {
+    const bool biases = p.mask.data && (plan.mask_per_key || plan.mask_bytes != 1);
+    return !biases && !(p.softcap > 0.f) && p.scale > 0.f;
+  }
   __device__ __forceinline__ bool has_rows() const { return p.mask.data && !plan.mask_per_key; }
 };
 

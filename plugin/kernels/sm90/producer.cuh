@@ -237,7 +237,7 @@ __device__ __forceinline__ void store_empty_tiles(const Problem& p, const Schedu
     if (!schedule.work(turn, blockIdx.x, gridDim.x, C::kQueries, &work)) continue;
     const Span span = span_of<C>(p, work);
     if (span.first_tile <= span.last_tile) continue;
-    const int lane = forgotten(threadIdx.x) & 31;
+    const int lane = (C::kMarks ? threadIdx.x : forgotten(threadIdx.x)) & 31;
     float output[C::kDim / 32] = {};
     if (p.empty_row_mean) mean_of_values<T, C>(p, work, lane, output);
     const int end = min(work.first_query + C::kQueries, p.q_length);

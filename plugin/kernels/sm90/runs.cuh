@@ -14,7 +14,7 @@ __device__ __forceinline__ bool ends_early(const Problem& p, const Span& span) {
   return span.range.limit < (C::kGathered ? (span.last_tile + 1) * C::kKeys : p.key_length);
 }
 
-// Of a consumer warpgroup and its tile of queries.
+// Of a consumer warpgroup and its tile of queries. `last_tile` is the last one that it sees.
 template <class C>
 struct Runs {
   const Problem& p;
@@ -23,6 +23,7 @@ struct Runs {
   const Shared<C>& shared;
   const PackedRing<C::kQueryStages>& queries;
   Lane lane;
+  int last_tile;
 
   // Read from shared memory each time, which spares registers.
   __device__ __forceinline__ const ItemOf<C>& item() const { return *shared.item(queries.stage()); }
@@ -54,7 +55,7 @@ struct Runs {
     const int begin = (span.range.lower(last_query) + C::kKeys - 1) / C::kKeys;
     // The first query has met a key before, too: plain steps count on a maximum.
     const int end = min((span.range.upper(first_query) - 1) / C::kKeys,
-                        span.last_tile - (ends_early<C>(p, span) ? 1 : 0));
+                        last_tile - (ends_early<C>(p, span) ? 1 : 0));
     return tile < end ? tile - max(begin, span.first_tile) + 1 : 0;
   }
 
