@@ -42,6 +42,7 @@ struct Tiling {
   static constexpr bool kWeights = kMasks_ == Masks::kWeights;
   static constexpr bool kMarks = kMasks_ != Masks::kNone;  // may skip tiles of keys
   static constexpr bool kGathered = false;
+  static constexpr int kQueryArrivals = 1;  // until a tile of queries is there
   static constexpr bool kBiased = false;
 
   // Registers of a thread: 65536 for all. Softmax and output live in the consumers'.
@@ -163,6 +164,7 @@ struct Biased : C {
 template <class C>
 struct Gathered : C {
   static constexpr bool kGathered = true;
+  static constexpr int kQueryArrivals = 32;  // of all lanes: each may have written to them
   static constexpr bool kSharesSlowEnd = true;
   // Without turns two groups may fall into step and want the tensor cores at the same times, for as
   // long as a tile lasts (docs: two rhythms).

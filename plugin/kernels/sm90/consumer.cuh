@@ -396,10 +396,14 @@ class Consumer {
   __device__ __forceinline__ bool marked() const {
     return C::kPackedMasks || C::kWeights || (C::kGeneral && plan_.mask_per_key);
   }
-  // Which keys of the tile have pages.
+  // Which keys of the tile have pages. Read by the lane that lets go of them.
   __device__ __forceinline__ uint32_t keys_there() const {
-    if constexpr (C::kGathered) return item().misses ? *shared_.present(keys_.stage()) : ~0u;
-    return ~0u;
+    uint32_t there = ~0u;
+    if constexpr (C::kGathered) {
+      if (item().misses && lane_.lane == 0) there = *shared_.present(keys_.stage());
+      there = __shfl_sync(0xffffffffu, there, 0);
+    }
+    return there;
   }
 
   // Rows of V between the batch entry's length and the tensor's end may hold anything: zeros

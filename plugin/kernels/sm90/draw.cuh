@@ -151,10 +151,8 @@ struct DrawnPlaces {
   __device__ __forceinline__ void wait_full(uint32_t count) const {
     barrier_wait(full(count), count / 2 % 2);
   }
-  __device__ __forceinline__ void take(uint32_t count) const {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(taken(count));
-  }
+  // By all lanes, as all have read it.
+  __device__ __forceinline__ void take(uint32_t count) const { barrier_arrive(taken(count)); }
   __device__ __forceinline__ void wait_taken(uint32_t count) const {
     barrier_wait(taken(count), count / 2 % 2);
   }
@@ -167,7 +165,7 @@ struct DrawnPlaces {
 
   __device__ __forceinline__ void init_barriers() const {
     for (int place = 0; place < 2; ++place) {
-      barrier_init(full(place), 1), barrier_init(taken(place), 3);
+      barrier_init(full(place), 1), barrier_init(taken(place), 3 * 32);
     }
     barrier_init(landed(), 1);
     fence_barrier_init();

@@ -229,7 +229,6 @@ __device__ __forceinline__ void copy_last_queries(const Maps& maps, const Shared
     }
   }
   fence_async();
-  __syncwarp();
 }
 
 // Keys or values.
@@ -268,11 +267,9 @@ __device__ __forceinline__ void produce_queries(const Problem& p, const Maps& ma
       barrier_expect(full, C::kQueryBytes);
       copy_queries<C>(maps, shared, item, ring.stage, full, p.ragged.queries ? 0 : item.work.batch);
     }
+    if (lane == 0) *shared.item(ring.stage) = item;
     __syncwarp();
-    if (lane == 0) {
-      *shared.item(ring.stage) = item;
-      barrier_arrive(full);
-    }
+    barrier_arrive(full);
     if (last) return;
     ring.advance();
   }
