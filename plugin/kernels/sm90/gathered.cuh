@@ -51,7 +51,6 @@ class Gatherer {
     last_tile_ = drawn.item.span.last_tile;
     first_key_ = drawn.first_key;
     outer_ = drawn.outer;
-    misses_ = drawn.item.misses && !values_;
     places.take(count_++);
     return batch_ >= 0;
   }
@@ -94,7 +93,8 @@ class Gatherer {
   // By one lane.
   __device__ __forceinline__ void copy_tile(int tile, uint32_t full) const {
     const uint32_t to = (values_ ? shared_.v(0) : shared_.k(0)) + ring_.stage * C::kKeyBytes;
-    if (misses_) *shared_.present(ring_.stage) = present(tile);
+    if (p_.pages.table && !values_)
+      *shared_.present(ring_.stage) = missing_ == 0 ? ~0u : present(tile);
     barrier_arrive_expecting(full, C::kKeyBytes);
     const int32_t* const places = places_ + static_cast<uint32_t>(tile * boxes_) % 32;
     if (!p_.pages.table) {
@@ -189,7 +189,6 @@ class Gatherer {
   Ring<C::kStages> ring_;
   int batch_, head_, limit_, first_tile_, last_tile_, first_key_, outer_;
   int32_t before_;    // page of the lane's box in the chunk before
-  bool misses_;       // pages, of any of the keys
   uint32_t missing_;  // boxes of the chunk
 };
 
@@ -242,7 +241,20 @@ __device__ __forceinline__ void produce_rows(const Problem& p, const Gathering& 
   while (gatherer.next()) gatherer.copy_tiles();
 }
 
+// Whether a page of the first `keys` keys is missing. By a warp.
+__device__ __forceinline__ bool misses_pages(const Pages& pages, int64_t batch, int keys) {
+  const int count = keys > 0 ? pages.size.quotient(keys - 1) + 1 : 0;
+  bool missing = false;
+#pragma unroll 8
+  for (int i = threadIdx.x % 32; i < count; i += 32) {
+    const int32_t page = pages.table[batch * pages.table_batch + i * pages.table_page];
+    missing |= static_cast<uint32_t>(page) >= pages.count;
+  }
+  return __any_sync(0xffffffffu, missing);
+}
+
 // Queries, and what is to be done with them, as early as there is a place: they come from far.
+// While they do, it is found out whether pages are missing.
 template <class C>
 __device__ __forceinline__ void produce_queries(const Problem& p, const Maps& maps,
                                                 const Shared<C>& shared) {
@@ -252,6 +264,8 @@ __device__ __forceinline__ void produce_queries(const Problem& p, const Maps& ma
   wait_for_predecessor();
   Ring<C::kQueryStages> ring;
   uint32_t landed = 0;
+  int known = -1;       // the sequence of which is known whether
+  bool misses = false;  // it misses pages
   for (uint32_t count = 0;; ++count) {
     places.wait_full(count);
     const GatheredItem item = places.drawn(count).item;
@@ -268,6 +282,11 @@ __device__ __forceinline__ void produce_queries(const Problem& p, const Maps& ma
       copy_queries<C>(maps, shared, item, ring.stage, full, p.ragged.queries ? 0 : item.work.batch);
     }
     if (lane == 0) *shared.item(ring.stage) = item;
+    if (p.pages.table && item.work.batch != known && !last) {
+      known = item.work.batch;
+      misses = misses_pages(p.pages, known, item.span.range.limit);
+    }
+    if (lane == 0) shared.item(ring.stage)->misses = misses;
     __syncwarp();
     barrier_arrive(full);
     if (last) return;
