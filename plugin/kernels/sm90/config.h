@@ -88,6 +88,11 @@ struct Tiling {
   static constexpr bool kSumsBound = kTurns && !kOnes && !kGeneral && !kWeights;
   static constexpr bool kPacksEarly = kSumsBound && kDim < 256;
 
+  // Exponentials of a plain tile that a thread makes before its group's turn ends. Two groups at
+  // head size 64 take less than half of a step to issue products, and may then stay so close behind
+  // each other that they make exponentials at the same time (docs: two rhythms).
+  static constexpr int kBeforeTurn = kOnes && kGroups == 2 && !kMarks ? 16 : 0;
+
   // Queries are copied to registers, where there are some left.
   static constexpr bool kHoldsQueries = kDim == 128 && !kGeneral;
 

@@ -218,7 +218,8 @@ class Consumer {
       barrier_wait(shared_.v_full(values_.stage()), values_.round());
     }
     multiply_values<T, C>(p, v, layout(), described_ones<C>(shared_.base), output);
-    end_turn();
+    constexpr bool kEndsLate = C::kBeforeTurn > 0 && kLook == Look::kNone;
+    if constexpr (!kEndsLate) end_turn();
     settle_stores();
     uint32_t pairs[C::kScores / 2];
     general().template read_early<kLook>(lane_, shared_.mask(keys_.stage()), pairs);
@@ -233,6 +234,7 @@ class Consumer {
       exponentiate_and_pack<T, C>(plan_.factor, scores, p, output, state, end_product);
       return;
     }
+    if constexpr (kEndsLate) exponentiate_before_turn<C>(plan_.factor, scores, state), end_turn();
     const Raise raise = weigh<kLook>(tile, near, mask, pairs, scores, state);
     fence_registers(scores);
     // The assembler puts exponentials off until after the wait for the products that they are meant

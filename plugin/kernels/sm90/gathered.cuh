@@ -241,14 +241,18 @@ __device__ __forceinline__ void produce_rows(const Problem& p, const Gathering& 
   while (gatherer.next()) gatherer.copy_tiles();
 }
 
-// Whether a page of the first `keys` keys is missing. By a warp.
+// Whether a page of the first `keys` keys, of which there are some, is missing. By a warp. Blocks
+// begin apart from each other: all at once would wait for the same line of the L2 cache.
 __device__ __forceinline__ bool misses_pages(const Pages& pages, int64_t batch, int keys) {
-  const int count = keys > 0 ? pages.size.quotient(keys - 1) + 1 : 0;
+  const int count = pages.size.quotient(keys - 1) + 1;
+  const int lines = (count + 31) / 32, first = blockIdx.x % lines;
+  const int32_t* const row = pages.table + batch * pages.table_batch;
   bool missing = false;
 #pragma unroll 8
-  for (int i = threadIdx.x % 32; i < count; i += 32) {
-    const int32_t page = pages.table[batch * pages.table_batch + i * pages.table_page];
-    missing |= static_cast<uint32_t>(page) >= pages.count;
+  for (int line = 0; line < lines; ++line) {
+    const int at = first + line < lines ? first + line : first + line - lines;
+    const int i = min(at * 32 + static_cast<int>(threadIdx.x % 32), count - 1);
+    missing |= static_cast<uint32_t>(row[i * pages.table_page]) >= pages.count;
   }
   return __any_sync(0xffffffffu, missing);
 }
