@@ -248,7 +248,7 @@ __device__ __forceinline__ bool misses_pages(const Pages& pages, int64_t batch, 
   const int lines = (count + 31) / 32, first = blockIdx.x % lines;
   const int32_t* const row = pages.table + batch * pages.table_batch;
   bool missing = false;
-#pragma unroll 8
+#pragma unroll 4
   for (int line = 0; line < lines; ++line) {
     const int at = first + line < lines ? first + line : first + line - lines;
     const int i = min(at * 32 + static_cast<int>(threadIdx.x % 32), count - 1);
