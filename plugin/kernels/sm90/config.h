@@ -56,6 +56,7 @@ struct Tiling {
   static constexpr bool kWeights = kMasks_ == Masks::kWeights;
   static constexpr bool kMarks = kMasks_ != Masks::kNone;  // may skip tiles of keys
   static constexpr bool kGathered = false;
+  static constexpr int kQueryArrivals = 1;  // until a tile of queries is there
   static constexpr bool kBiased = false;
 
   // Registers of a thread: 65536 for all. Softmax and output live in the consumers'.
@@ -128,6 +129,11 @@ struct Tiling {
   static constexpr bool kSumsBound = kTurns && !kOnes && !kGeneral && !kWeights;
   static constexpr bool kPacksEarly = kSumsBound && kDim < 256;
 
+  // Exponentials of a plain tile that a thread makes before its group's turn ends. Two groups at
+  // head size 64 take less than half of a step to issue products, and may then stay so close behind
+  // each other that they make exponentials at the same time (docs: two rhythms).
+  static constexpr int kBeforeTurn = kOnes && kGroups == 2 && !kMarks ? 16 : 0;
+
   // Queries are copied to registers, where there are some left.
   static constexpr bool kHoldsQueries = kDim == 128 && !kGeneral;
 
@@ -188,6 +194,7 @@ struct Biased : C {
 template <class C>
 struct Gathered : C {
   static constexpr bool kGathered = true;
+  static constexpr int kQueryArrivals = 32;  // of all lanes: each may have written to them
   static constexpr bool kSharesSlowEnd = true;
   // Without turns two groups may fall into step and want the tensor cores at the same times, for as
   // long as a tile lasts (docs: two rhythms).

@@ -225,7 +225,8 @@ class Consumer {
       barrier_wait(shared_.v_full(values_.stage()), values_.round());
     }
     multiply_values<T, C>(p, v, layout(), described_ones<C>(shared_.base), output);
-    end_turn();
+    constexpr bool kEndsLate = C::kBeforeTurn > 0 && kLook == Look::kNone;
+    if constexpr (!kEndsLate) end_turn();
     settle_stores();
     uint32_t pairs[C::kScores / 2];
     general().template read_early<kLook>(lane_, shared_.mask(keys_.stage()), pairs);
@@ -240,6 +241,7 @@ class Consumer {
       exponentiate_and_pack<T, C>(plan_.factor, scores, p, output, state, end_product);
       return;
     }
+    if constexpr (kEndsLate) exponentiate_before_turn<C>(plan_.factor, scores, state), end_turn();
     const Raise raise = weigh<kLook>(tile, near, mask, pairs, scores, state);
     fence_registers(scores);
     // The assembler puts exponentials off until after the wait for the products that they are meant
@@ -404,10 +406,14 @@ class Consumer {
   __device__ __forceinline__ bool marked() const {
     return C::kPackedMasks || C::kWeights || (C::kGeneral && plan_.mask_per_key);
   }
-  // Which keys of the tile have pages.
+  // Which keys of the tile have pages. Read by the lane that lets go of them.
   __device__ __forceinline__ uint32_t keys_there() const {
-    if constexpr (C::kGathered) return item().misses ? *shared_.present(keys_.stage()) : ~0u;
-    return ~0u;
+    uint32_t there = ~0u;
+    if constexpr (C::kGathered) {
+      if (item().misses && lane_.lane == 0) there = *shared_.present(keys_.stage());
+      there = __shfl_sync(0xffffffffu, there, 0);
+    }
+    return there;
   }
 
   // Rows of V between the batch entry's length and the tensor's end may hold anything: zeros

@@ -119,18 +119,6 @@ class Draw {
   int end_[2];  // of sequences of many keys, and of few
 };
 
-// Whether a page of the first `keys` keys is missing. By a warp.
-__device__ __forceinline__ bool misses_pages(const Pages& pages, int64_t batch, int keys) {
-  const int count = keys > 0 ? pages.size.quotient(keys - 1) + 1 : 0;
-  bool missing = false;
-#pragma unroll 4
-  for (int i = threadIdx.x % 32; i < count; i += 32) {
-    const int32_t page = pages.table[batch * pages.table_batch + i * pages.table_page];
-    missing |= static_cast<uint32_t>(page) >= pages.count;
-  }
-  return __any_sync(0xffffffffu, missing);
-}
-
 // What the producer's warps tell each other: a tile that was drawn.
 struct alignas(16) Drawn {
   GatheredItem item;
@@ -151,10 +139,8 @@ struct DrawnPlaces {
   __device__ __forceinline__ void wait_full(uint32_t count) const {
     barrier_wait(full(count), count / 2 % 2);
   }
-  __device__ __forceinline__ void take(uint32_t count) const {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(taken(count));
-  }
+  // By all lanes, as all have read it.
+  __device__ __forceinline__ void take(uint32_t count) const { barrier_arrive(taken(count)); }
   __device__ __forceinline__ void wait_taken(uint32_t count) const {
     barrier_wait(taken(count), count / 2 % 2);
   }
@@ -167,7 +153,7 @@ struct DrawnPlaces {
 
   __device__ __forceinline__ void init_barriers() const {
     for (int place = 0; place < 2; ++place) {
-      barrier_init(full(place), 1), barrier_init(taken(place), 3);
+      barrier_init(full(place), 1), barrier_init(taken(place), 3 * 32);
     }
     barrier_init(landed(), 1);
     fence_barrier_init();
@@ -220,8 +206,6 @@ __device__ __forceinline__ void draw_tiles(const Problem& p, const Plan& plan,
   wait_for_predecessor();  // which puts lengths in order, or writes to the cache
   const Draw<C> draw(p, gathering);
   Work work;
-  int known = -1;        // the sequence of which is known whether
-  bool missing = false;  // it misses pages
   uint32_t number = blockIdx.x;
   while (draw.find(plan, number, &work)) {
     const Sequence sequence = gathered_sequence(p, work.batch);
@@ -230,11 +214,7 @@ __device__ __forceinline__ void draw_tiles(const Problem& p, const Plan& plan,
       store_empty_rows<T, C>(p, work, sequence.first_query,
                              min(work.first_query + C::kQueries, sequence.queries));
     } else {
-      if (p.pages.table && work.batch != known) {
-        known = work.batch;
-        missing = misses_pages(p.pages, work.batch, span.range.limit);
-      }
-      hand_over({{work, span, sequence.queries, sequence.first_query, missing},
+      hand_over({{work, span, sequence.queries, sequence.first_query, 0},
                  p.ragged.keys ? 0 : work.batch,
                  sequence.first_key});
       if (span.last_tile - span.first_tile + 1 >= kLong) places.wait_taken(count - 1);

@@ -51,7 +51,6 @@ class Gatherer {
     last_tile_ = drawn.item.span.last_tile;
     first_key_ = drawn.first_key;
     outer_ = drawn.outer;
-    misses_ = drawn.item.misses && !values_;
     places.take(count_++);
     return batch_ >= 0;
   }
@@ -94,7 +93,8 @@ class Gatherer {
   // By one lane.
   __device__ __forceinline__ void copy_tile(int tile, uint32_t full) const {
     const uint32_t to = (values_ ? shared_.v(0) : shared_.k(0)) + ring_.stage() * C::kKeyBytes;
-    if (misses_) *shared_.present(ring_.stage()) = present(tile);
+    if (p_.pages.table && !values_)
+      *shared_.present(ring_.stage()) = missing_ == 0 ? ~0u : present(tile);
     barrier_arrive_expecting(full, C::kKeyBytes);
     const int32_t* const places = places_ + static_cast<uint32_t>(tile * boxes_) % 32;
     if (!p_.pages.table) {
@@ -190,7 +190,6 @@ class Gatherer {
   PackedRing<C::kStages> ring_;
   int batch_, head_, limit_, first_tile_, last_tile_, first_key_, outer_;
   int32_t before_;    // page of the lane's box in the chunk before
-  bool misses_;       // pages, of any of the keys
   uint32_t missing_;  // boxes of the chunk
 };
 
@@ -230,7 +229,6 @@ __device__ __forceinline__ void copy_last_queries(const Maps& maps, const Shared
     }
   }
   fence_async();
-  __syncwarp();
 }
 
 // Keys or values.
@@ -244,7 +242,24 @@ __device__ __forceinline__ void produce_rows(const Problem& p, const Gathering& 
   while (gatherer.next()) gatherer.copy_tiles();
 }
 
+// Whether a page of the first `keys` keys, of which there are some, is missing. By a warp. Blocks
+// begin apart from each other: all at once would wait for the same line of the L2 cache.
+__device__ __forceinline__ bool misses_pages(const Pages& pages, int64_t batch, int keys) {
+  const int count = pages.size.quotient(keys - 1) + 1;
+  const int lines = (count + 31) / 32, first = blockIdx.x % lines;
+  const int32_t* const row = pages.table + batch * pages.table_batch;
+  bool missing = false;
+#pragma unroll 4
+  for (int line = 0; line < lines; ++line) {
+    const int at = first + line < lines ? first + line : first + line - lines;
+    const int i = min(at * 32 + static_cast<int>(threadIdx.x % 32), count - 1);
+    missing |= static_cast<uint32_t>(row[i * pages.table_page]) >= pages.count;
+  }
+  return __any_sync(0xffffffffu, missing);
+}
+
 // Queries, and what is to be done with them, as early as there is a place: they come from far.
+// While they do, it is found out whether pages are missing.
 template <class C>
 __device__ __forceinline__ void produce_queries(const Problem& p, const Maps& maps,
                                                 const Shared<C>& shared) {
@@ -252,28 +267,34 @@ __device__ __forceinline__ void produce_queries(const Problem& p, const Maps& ma
   const DrawnPlaces<C> places = {shared};
   prefetch(&maps.q);
   wait_for_predecessor();
-  Ring<C::kQueryStages> ring;
+  PackedRing<C::kQueryStages> ring;
   uint32_t landed = 0;
+  int known = -1;       // the sequence of which is known whether
+  bool misses = false;  // it misses pages
   for (uint32_t count = 0;; ++count) {
     places.wait_full(count);
     const GatheredItem item = places.drawn(count).item;
     places.take(count);
-    barrier_wait(shared.q_free(ring.stage), ring.round ^ 1);
-    const uint32_t full = shared.q_full(ring.stage);
+    barrier_wait(shared.q_free(ring.stage()), ring.round() ^ 1);
+    const uint32_t full = shared.q_full(ring.stage());
     const bool last = item.work.batch < 0;
     if (last) {
     } else if (p.ragged.queries && item.work.first_query + C::kQueries > item.queries) {
-      copy_last_queries<C>(maps, shared, item, ring.stage, landed);
+      copy_last_queries<C>(maps, shared, item, ring.stage(), landed);
       landed ^= 1;
     } else if (is_elected()) {
       barrier_expect(full, C::kQueryBytes);
-      copy_queries<C>(maps, shared, item, ring.stage, full, p.ragged.queries ? 0 : item.work.batch);
+      copy_queries<C>(maps, shared, item, ring.stage(), full,
+                      p.ragged.queries ? 0 : item.work.batch);
     }
+    if (lane == 0) *shared.item(ring.stage()) = item;
+    if (p.pages.table && item.work.batch != known && !last) {
+      known = item.work.batch;
+      misses = misses_pages(p.pages, known, item.span.range.limit);
+    }
+    if (lane == 0) shared.item(ring.stage())->misses = misses;
     __syncwarp();
-    if (lane == 0) {
-      *shared.item(ring.stage) = item;
-      barrier_arrive(full);
-    }
+    barrier_arrive(full);
     if (last) return;
     ring.advance();
   }

@@ -113,8 +113,10 @@ struct Shared {
   // finds tiles for the producer.
   __device__ __forceinline__ void init_barriers(bool marked) const {
     for (int i = 0; i < C::kBarriers; ++i) {
-      const int consumers = C::kGroups * (i < 2 * C::kQueryStages ? 128 : 4);
-      barrier_init(barrier(i), i % 2 ? consumers : 1);
+      const bool queries = i < 2 * C::kQueryStages;
+      barrier_init(barrier(i), i % 2     ? C::kGroups * (queries ? 128 : 4)
+                               : queries ? C::kQueryArrivals
+                                         : 1);
     }
     for (int group = 0; C::kWeights && group < C::kGroups; ++group)
       barrier_init(w_free(group), 128);

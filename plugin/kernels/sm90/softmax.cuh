@@ -203,10 +203,19 @@ __device__ __forceinline__ Raise bring_down(float (&scores)[C::kScores], RowSums
   return raise;
 }
 
+// The first of them, before anything else: the assembler moves nothing over a branch, which is
+// never taken.
+template <class C>
+__device__ __forceinline__ void exponentiate_before_turn(float factor, float (&scores)[C::kScores],
+                                                         const RowState& state) {
+  exponentiate<C, 0, C::kBeforeTurn>(factor, scores, state);
+  if (__float_as_uint(scores[C::kBeforeTurn - 1]) == 0xffffffffu) pause();
+}
+
 template <class C>
 __device__ __forceinline__ Raise exponentiate_first(float factor, float (&scores)[C::kScores],
                                                     RowState& state) {
-  exponentiate<C>(factor, scores, state);
+  exponentiate<C, C::kBeforeTurn>(factor, scores, state);
   return bring_down<C>(scores, C::kSumsBound ? row_sums<C>(scores) : RowSums{}, state);
 }
 
