@@ -4,9 +4,9 @@
 #include <cuda_runtime.h>
 
 #include "kernels/decode/config.h"
+#include "kernels/decode/deal.cuh"
 #include "kernels/decode/finish.cuh"
 #include "kernels/decode/launch.h"
-#include "kernels/decode/share.cuh"
 
 namespace flashonnx::decode {
 namespace {
@@ -70,6 +70,23 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
 }
 
+// The whole of `count` parts by a warp: a lane has asked for its first one, `mine`, already.
+template <class Part>
+__device__ __forceinline__ Sums total_by_warp(int count, float2 mine, Part part) {
+  const int next = static_cast<int>(threadIdx.x % 32) + 32;
+  Sums total;
+  total.maximum = mine.x;
+  for (int i = next; i < count; i += 32) total.maximum = fmaxf(total.maximum, part(i).x);
+  total.maximum = reduce_lanes<1>(total.maximum, [](float a, float b) { return fmaxf(a, b); });
+  total.sum = exp2_approximate(mine.x - total.maximum) * mine.y;
+  for (int i = next; i < count; i += 32) {
+    const float2 x = part(i);
+    total.sum = fmaf(exp2_approximate(x.x - total.maximum), x.y, total.sum);
+  }
+  total.sum = reduce_lanes<1>(total.sum, [](float a, float b) { return a + b; });
+  return total;
+}
+
 // Likewise the parts of equal shares.
 //
 // Grid: units, rows. Block: 4 warps, which take turns in the parts of a row.
@@ -113,20 +130,7 @@ __global__ void __launch_bounds__(32 * kWarps)
       }
     };
     ask(warp);
-    if (first == 0) {
-      sums.maximum = mine.x;
-      for (int i = lane + 32; i < parts.count; i += 32)
-        sums.maximum = fmaxf(sums.maximum, sums_of(i).x);
-#pragma unroll
-      for (int distance = 1; distance < 32; distance *= 2)
-        sums.maximum = fmaxf(sums.maximum, __shfl_xor_sync(0xffffffffu, sums.maximum, distance));
-      sums.sum = exp2_approximate(mine.x - sums.maximum) * mine.y;
-      for (int i = lane + 32; i < parts.count; i += 32)
-        sums.sum = fmaf(exp2_approximate(sums_of(i).x - sums.maximum), sums_of(i).y, sums.sum);
-#pragma unroll
-      for (int distance = 1; distance < 32; distance *= 2)
-        sums.sum += __shfl_xor_sync(0xffffffffu, sums.sum, distance);
-    }
+    if (first == 0) sums = total_by_warp(parts.count, mine, sums_of);
     float4 all = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll 1
     for (int i = warp; i < parts.count; i += kAhead * kWarps) {
