@@ -3,6 +3,7 @@
 // Grid: linear in x, a warp for each packed row. Block: 4 warps, no shared memory.
 #include <cuda_runtime.h>
 
+#include "kernels/common/carveout.h"
 #include "kernels/decode/config.h"
 #include "kernels/decode/deal.cuh"
 #include "kernels/decode/finish.cuh"
@@ -160,18 +161,14 @@ __global__ void __launch_bounds__(32 * kWarps)
 flashonnx_status launch_combining(void (*kernel)(Problem, Decode), dim3 grid,
                                   const Problem& problem, const Decode& decode, bool overlap,
                                   cudaStream_t stream) {
-  cudaLaunchAttribute attribute = {};
+  cudaLaunchAttribute attributes[] = {overlap_attribute(), shared_memory_attribute()};
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3(32 * kWarps);
   config.stream = stream;
   bool hopper = false;
   FLASHONNX_RETURN_IF_ERROR(has_hopper_code(reinterpret_cast<const void*>(kernel), &hopper));
-  if (hopper && overlap) {
-    attribute = overlap_attribute();
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-  }
+  if (hopper && overlap) config.attrs = attributes, config.numAttrs = 2;
   return cuda_status(cudaLaunchKernelEx(&config, kernel, problem, decode), "decode combine kernel");
 }
 

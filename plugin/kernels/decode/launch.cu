@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "kernels/common/carveout.h"
 #include "kernels/common/status.h"
 #include "kernels/decode/after_append.h"
 #include "kernels/decode/config.h"
@@ -343,9 +344,7 @@ flashonnx_status launch_attention(const Params& params, const Shape& shape, cons
                                             static_cast<int>(limit)));
   bool hopper = false;
   FLASHONNX_RETURN_IF_ERROR(has_hopper_code(reinterpret_cast<const void*>(kernel), &hopper));
-  cudaLaunchAttribute attributes[3] = {};
-  attributes[0].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
-  attributes[0].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
+  cudaLaunchAttribute attributes[3] = {shared_memory_attribute()};
   attributes[1].id = cudaLaunchAttributeClusterDimension;
   attributes[1].val.clusterDim = {1, 1, 1};
   cudaLaunchConfig_t config = {};
@@ -375,9 +374,12 @@ flashonnx_status launch_attention(const Params& params, const Shape& shape, cons
     d.cluster = Divider(cluster);
     d.parts = Divider(static_cast<uint32_t>(cluster * split.partitions));
   }
-  // Clusters of blocks that have a multiprocessor each find no room beside others of their kind.
-  const bool room =
-      after_append || cluster <= 2 || 2 * static_cast<int64_t>(config.dynamicSmemBytes) < limit;
+  // Larger clusters begin early only where all find room beside all of their kind: two blocks a
+  // multiprocessor. Else they take the places as these become free, two of their blocks on some
+  // multiprocessors while others idle, or wait.
+  const bool room = after_append || cluster <= 2 ||
+                    (2 * static_cast<int64_t>(config.dynamicSmemBytes) < limit &&
+                     units * split.partitions * cluster <= params.device.sm_count);
   if (hopper && overlap && room) attributes[config.numAttrs++] = overlap_attribute();
   return cuda_status(cudaLaunchKernelEx(&config, kernel, problem, d), "decode attention kernel");
 }
