@@ -16,6 +16,7 @@
 
 #include "kernels/cache/prepare.h"
 #include "kernels/cache/sequences.cuh"
+#include "kernels/common/carveout.h"
 #include "kernels/common/overlap.cuh"
 
 namespace flashonnx {
@@ -347,12 +348,12 @@ flashonnx_status launch_overlapping(const Job& job, Kernel* kernel, dim3 grid, c
   config.gridDim = grid;
   config.blockDim = dim3(kBlockThreads);
   config.stream = stream;
-  cudaLaunchAttribute attribute = overlap_attribute();
+  cudaLaunchAttribute attributes[] = {overlap_attribute(), shared_memory_attribute()};
   bool hopper = false, overlaps = false;
   FLASHONNX_RETURN_IF_ERROR(has_hopper_code(reinterpret_cast<const void*>(kernel), &hopper));
   FLASHONNX_RETURN_IF_ERROR(driver_overlaps(&overlaps));
-  config.attrs = &attribute;
-  config.numAttrs = hopper && overlaps && job.given.device.arch == 90 ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = hopper && overlaps && job.given.device.arch == 90 ? 2 : 0;
   return cuda_status(cudaLaunchKernelEx(&config, kernel, job), name);
 }
 

@@ -3,10 +3,11 @@
 // Grid: linear in x, a warp for each packed row. Block: 4 warps, no shared memory.
 #include <cuda_runtime.h>
 
+#include "kernels/common/carveout.h"
 #include "kernels/decode/config.h"
+#include "kernels/decode/deal.cuh"
 #include "kernels/decode/finish.cuh"
 #include "kernels/decode/launch.h"
-#include "kernels/decode/share.cuh"
 
 namespace flashonnx::decode {
 namespace {
@@ -70,6 +71,23 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
 }
 
+// The whole of `count` parts by a warp: a lane has asked for its first one, `mine`, already.
+template <class Part>
+__device__ __forceinline__ Sums total_by_warp(int count, float2 mine, Part part) {
+  const int next = static_cast<int>(threadIdx.x % 32) + 32;
+  Sums total;
+  total.maximum = mine.x;
+  for (int i = next; i < count; i += 32) total.maximum = fmaxf(total.maximum, part(i).x);
+  total.maximum = reduce_lanes<1>(total.maximum, [](float a, float b) { return fmaxf(a, b); });
+  total.sum = exp2_approximate(mine.x - total.maximum) * mine.y;
+  for (int i = next; i < count; i += 32) {
+    const float2 x = part(i);
+    total.sum = fmaf(exp2_approximate(x.x - total.maximum), x.y, total.sum);
+  }
+  total.sum = reduce_lanes<1>(total.sum, [](float a, float b) { return a + b; });
+  return total;
+}
+
 // Likewise the parts of equal shares.
 //
 // Grid: units, rows. Block: 4 warps, which take turns in the parts of a row.
@@ -113,20 +131,7 @@ __global__ void __launch_bounds__(32 * kWarps)
       }
     };
     ask(warp);
-    if (first == 0) {
-      sums.maximum = mine.x;
-      for (int i = lane + 32; i < parts.count; i += 32)
-        sums.maximum = fmaxf(sums.maximum, sums_of(i).x);
-#pragma unroll
-      for (int distance = 1; distance < 32; distance *= 2)
-        sums.maximum = fmaxf(sums.maximum, __shfl_xor_sync(0xffffffffu, sums.maximum, distance));
-      sums.sum = exp2_approximate(mine.x - sums.maximum) * mine.y;
-      for (int i = lane + 32; i < parts.count; i += 32)
-        sums.sum = fmaf(exp2_approximate(sums_of(i).x - sums.maximum), sums_of(i).y, sums.sum);
-#pragma unroll
-      for (int distance = 1; distance < 32; distance *= 2)
-        sums.sum += __shfl_xor_sync(0xffffffffu, sums.sum, distance);
-    }
+    if (first == 0) sums = total_by_warp(parts.count, mine, sums_of);
     float4 all = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll 1
     for (int i = warp; i < parts.count; i += kAhead * kWarps) {
@@ -156,18 +161,14 @@ __global__ void __launch_bounds__(32 * kWarps)
 flashonnx_status launch_combining(void (*kernel)(Problem, Decode), dim3 grid,
                                   const Problem& problem, const Decode& decode, bool overlap,
                                   cudaStream_t stream) {
-  cudaLaunchAttribute attribute = {};
+  cudaLaunchAttribute attributes[] = {overlap_attribute(), shared_memory_attribute()};
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3(32 * kWarps);
   config.stream = stream;
   bool hopper = false;
   FLASHONNX_RETURN_IF_ERROR(has_hopper_code(reinterpret_cast<const void*>(kernel), &hopper));
-  if (hopper && overlap) {
-    attribute = overlap_attribute();
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-  }
+  if (hopper && overlap) config.attrs = attributes, config.numAttrs = 2;
   return cuda_status(cudaLaunchKernelEx(&config, kernel, problem, decode), "decode combine kernel");
 }
 

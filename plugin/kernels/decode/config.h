@@ -21,9 +21,8 @@ struct Tiling {
   static constexpr int kMaxWarps = 8;
 
   // Shared memory: a ring of tiles for each warp, and the pages of as many tiles; Q; {maximum, sum}
-  // of each row from each warp. In
-  // clusters also a barrier for, and what other blocks send: 16-byte pieces of outputs and the same
-  // sums.
+  // of each row from each warp. In clusters also what other blocks send, 16-byte pieces of outputs
+  // and such sums, and a barrier for it.
   static constexpr int kMaxCluster = 8;
   static constexpr int kTileBytes = kKeys * kDim * 2;
   static constexpr int kStageBytes = 2 * kTileBytes;  // K, V

@@ -1,10 +1,7 @@
-#include "kernels/decode/launch.cuh"
+#include "kernels/decode/kernels.cuh"
 
 namespace flashonnx::decode {
 
-flashonnx_status launch_128(const Problem& problem, const Decode& decode, const Grid& grid,
-                            bool bfloat16, cudaStream_t stream) {
-  return launch_tiling<Tiling128>(problem, decode, grid, bfloat16, stream);
-}
+Kernel kernel_128(bool shares, bool bfloat16) { return kernel_of<Tiling128>(shares, bfloat16); }
 
 }  // namespace flashonnx::decode

@@ -1,10 +1,7 @@
-#include "kernels/decode/launch.cuh"
+#include "kernels/decode/kernels.cuh"
 
 namespace flashonnx::decode {
 
-flashonnx_status launch_64(const Problem& problem, const Decode& decode, const Grid& grid,
-                           bool bfloat16, cudaStream_t stream) {
-  return launch_tiling<Tiling64>(problem, decode, grid, bfloat16, stream);
-}
+Kernel kernel_64(bool shares, bool bfloat16) { return kernel_of<Tiling64>(shares, bfloat16); }
 
 }  // namespace flashonnx::decode

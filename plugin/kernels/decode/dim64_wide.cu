@@ -1,10 +1,9 @@
-#include "kernels/decode/launch.cuh"
+#include "kernels/decode/kernels.cuh"
 
 namespace flashonnx::decode {
 
-flashonnx_status launch_64_wide(const Problem& problem, const Decode& decode, const Grid& grid,
-                                bool bfloat16, cudaStream_t stream) {
-  return launch_tiling<Tiling64Wide>(problem, decode, grid, bfloat16, stream);
+Kernel kernel_64_wide(bool shares, bool bfloat16) {
+  return kernel_of<Tiling64Wide>(shares, bfloat16);
 }
 
 }  // namespace flashonnx::decode

@@ -119,7 +119,7 @@ __device__ __forceinline__ void publish(const Lane& lane, const RowState<C>& sta
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const int row = n * 8 + lane.quad * 2 + e;
-      const float sum = reduce_columns(state.sum[n][e], [](float a, float b) { return a + b; });
+      const float sum = reduce_lanes<4>(state.sum[n][e], [](float a, float b) { return a + b; });
       if (lane.column == 0) sums[lane.warp * C::kRows + row] = {state.maximum[n][e], sum};
 #pragma unroll
       for (int t = 0; t < C::kSteps; ++t) {

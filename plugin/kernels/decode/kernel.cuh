@@ -17,8 +17,10 @@ struct Block {
   const Work work;
   const int32_t given;  // of the two GivenKeys one by even lanes, one by odd ones
   Loader<T, C> loader;
-  const int step;  // all warps of all parts take turns in the unit's tiles: so where a warp begins
-  int tile;        // does not depend on lengths, but for windows
+  // All warps of all parts take turns in the unit's tiles, so where one begins does not depend on
+  // lengths, but for windows.
+  const int step;
+  int tile;
   typename Loader<T, C>::FirstPages pages;
   const int queries;
   const Rows rows;
@@ -91,7 +93,7 @@ __device__ __forceinline__ void walk(const Block<T, C>& block, const Shared<C>& 
       wait_copies<C::kStages>();
     } else {
       wait_for_predecessor();
-      copy_queries<T, C>(p, d, block.rows, threadIdx.x, blockDim.x, shared.queries);
+      copy_queries<T, C, false>(p, d, block.rows, threadIdx.x, blockDim.x, shared.queries);
     }
     __syncthreads();
   }
@@ -148,7 +150,7 @@ __global__ void __launch_bounds__(32 * C::kMaxWarps, 1)
   const Shared<C> shared(memory, d.warps);
   const auto ask = [&] {
     if (!queries_come_first(d)) return;
-    ask_for_queries<T, C>(p, d, block.rows, threadIdx.x, blockDim.x, shared.queries);
+    copy_queries<T, C, true>(p, d, block.rows, threadIdx.x, blockDim.x, shared.queries);
     commit_copies();
   };
   if (told) ask();

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "kernels/common/carveout.h"
 #include "kernels/common/status.h"
 #include "kernels/decode/after_append.h"
 #include "kernels/decode/config.h"
@@ -15,27 +16,41 @@ bool present(const flashonnx_tensor& tensor) { return tensor.dtype != FLASHONNX_
 
 constexpr int64_t divide_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
 
+// Of a key head: the queries of all its query heads.
+int64_t packed_rows(const Params& params) {
+  return params.q_heads / params.kv_heads * params.q_length;
+}
+
 // What the choice of a grid knows of a tiling.
 struct Shape {
   int dim, rows, ring_bytes, query_bytes, extra_bytes, own_bytes;
-  flashonnx_status (*launch)(const Problem&, const Decode&, const Grid&, bool, cudaStream_t);
+  Kernel (*kernel)(bool shares, bool bfloat16);
 };
 
 template <class C>
-constexpr Shape shape_of(decltype(Shape::launch) launch) {
-  return {C::kDim, C::kRows, C::kRingBytes, C::kQueryBytes, C::kExtraBytes, C::kOwnBytes, launch};
+constexpr Shape shape_of(decltype(Shape::kernel) kernel) {
+  return {C::kDim, C::kRows, C::kRingBytes, C::kQueryBytes, C::kExtraBytes, C::kOwnBytes, kernel};
 }
 
 Shape shape_of(const Params& params) {
   const int64_t dim = std::max(params.head_dim, params.value_dim);
-  const bool wide = params.q_heads / params.kv_heads * params.q_length > 8;
+  const bool wide = packed_rows(params) > 8;
   if (dim <= 64) {
-    return wide ? shape_of<Tiling64Wide>(launch_64_wide) : shape_of<Tiling64>(launch_64);
+    return wide ? shape_of<Tiling64Wide>(kernel_64_wide) : shape_of<Tiling64>(kernel_64);
   }
   if (dim <= 128) {
-    return wide ? shape_of<Tiling128Wide>(launch_128_wide) : shape_of<Tiling128>(launch_128);
+    return wide ? shape_of<Tiling128Wide>(kernel_128_wide) : shape_of<Tiling128>(kernel_128);
   }
-  return shape_of<Tiling256>(launch_256);
+  return shape_of<Tiling256>(kernel_256);
+}
+
+int64_t row_tiles_of(const Params& params, const Shape& shape) {
+  return divide_up(packed_rows(params), shape.rows);
+}
+
+// Tiles of rows of a key head, of all batch entries.
+int64_t units_of(const Params& params, const Shape& shape) {
+  return params.batch * params.kv_heads * row_tiles_of(params, shape);
 }
 
 constexpr int kMaxWarps = Tiling128::kMaxWarps;
@@ -90,9 +105,8 @@ struct Split {
 // brings its results together by itself; or several, or blocks without clusters, which needs the
 // workspace and another kernel. The numbers were measured on an H200.
 Split split_of(const Params& params, const Shape& shape) {
-  const int64_t rows = params.q_heads / params.kv_heads * params.q_length;
-  const int64_t units =
-      std::max<int64_t>(params.batch * params.kv_heads * divide_up(rows, shape.rows), 1);
+  const int64_t rows = packed_rows(params);
+  const int64_t units = std::max<int64_t>(units_of(params, shape), 1);
   const int64_t tiles = std::max<int64_t>(divide_up(params.kv_length, kTileKeys), 1);
   const int64_t largest = max_cluster(params.device), processors = params.device.sm_count;
   const int64_t whole = warps_of(shape, params.device.shared_memory, 1);
@@ -138,7 +152,8 @@ Split split_of(const Params& params, const Shape& shape) {
   if (10 * cluster * units < 9 * turns * slots && units * largest > processors &&
       rows <= kShareRows && params.batch <= kMostLengths && units * tiles <= kMostTiles &&
       16 * units * tiles * shape.dim >= 13 * kMuch * processors) {
-    return {whole, 1, 1, processors};
+    constexpr int64_t kShareWarps = 6;  // 1 % faster than 8
+    return {std::min(whole, kShareWarps), 1, 1, processors};
   }
   if (10 * cluster * units < 8 * slots && rows <= shape.rows && units * largest > processors &&
       units * tiles * shape.dim >= kMuch * processors) {
@@ -178,7 +193,7 @@ bool few_queries(const Params& params, int64_t rows) {
   if (params.q_length > kMostQueries || rows > kMostRows) return false;
   const int64_t processors = params.device.sm_count;
   const int64_t turns = divide_up(params.batch * params.q_heads, processors);
-  const int64_t units = params.batch * params.kv_heads * divide_up(rows, shape_of(params).rows);
+  const int64_t units = units_of(params, shape_of(params));
   return params.kv_length >= 8 * params.q_length && 5 * units <= 7 * processors * turns;
 }
 
@@ -187,7 +202,7 @@ bool few_queries(const Params& params, int64_t rows) {
 const char* refusal(const Params& params) {
   constexpr int64_t kMaxCount = std::numeric_limits<int32_t>::max();
   constexpr int64_t kFewKeys = 128;
-  const int64_t group = params.q_heads / params.kv_heads, rows = group * params.q_length;
+  const int64_t rows = packed_rows(params);
   if (std::max(params.q_length, params.q_tokens) + params.kv_length > kMostPositions) {
     return "counts queries and keys together up to 2^29";
   }
@@ -206,19 +221,16 @@ const char* refusal(const Params& params) {
 
 int64_t workspace(const Params& params) {
   const Shape shape = shape_of(params);
-  const int64_t rows = params.q_heads / params.kv_heads * params.q_length;
   const Split split = split_of(params, shape);
-  if (split.blocks > 0) return part_bytes(shape, parts_of(params, split), rows);
-  return partial_bytes(params,
-                       params.batch * params.kv_heads * divide_up(rows, shape.rows) * shape.rows,
-                       split.partitions);
+  if (split.blocks > 0) return part_bytes(shape, parts_of(params, split), packed_rows(params));
+  return partial_bytes(params, units_of(params, shape) * shape.rows, split.partitions);
 }
 
 // Partitions are at most the blocks that run side by side, over the number of units of kRows rows.
 int64_t workspace_bound(const Params& params) {
-  const Shape shapes[] = {shape_of<Tiling64>(launch_64), shape_of<Tiling64Wide>(launch_64_wide),
-                          shape_of<Tiling128>(launch_128), shape_of<Tiling128Wide>(launch_128_wide),
-                          shape_of<Tiling256>(launch_256)};
+  const Shape shapes[] = {shape_of<Tiling64>(kernel_64), shape_of<Tiling64Wide>(kernel_64_wide),
+                          shape_of<Tiling128>(kernel_128), shape_of<Tiling128Wide>(kernel_128_wide),
+                          shape_of<Tiling256>(kernel_256)};
   if (params.fixed_split) {
     // Every key head has less than a tile of rows more than queries, however many heads there are.
     const int64_t rows = params.q_heads * (params.q_length + Tiling128Wide::kRows - 1);
@@ -237,28 +249,15 @@ namespace {
 
 // `given`: of a problem whose cache a kernel before this appends to, as the caller has it; else
 // null.
-flashonnx_status launch_grid(const Params& params, const Params* given, void* workspace,
-                             void* stream) {
-  const Shape shape = shape_of(params);
-  const Split split = split_of(params, shape);
-  const int64_t group = params.q_heads / params.kv_heads;
-  const int64_t row_tiles = divide_up(group * params.q_length, shape.rows);
-  const int64_t units = params.batch * params.kv_heads * row_tiles;
+Decode decode_of(const Params& params, const Params* given, const Shape& shape, const Split& split,
+                 void* workspace) {
   const bool paged = present(params.block_table);
-  const bool bfloat16 = params.q.dtype == FLASHONNX_BFLOAT16;
-  const auto cuda_stream = static_cast<cudaStream_t>(stream);
-
-  Problem problem = problem_of(params);
-  problem.offset_from_lengths = params.offset_from_lengths;  // ragged keys have lengths as well
   Decode d = {};
   if (present(params.cu_seqlens_q))
     d.first_queries = static_cast<const int32_t*>(params.cu_seqlens_q.data);
   if (present(params.cu_seqlens_k))
     d.first_keys = static_cast<const int32_t*>(params.cu_seqlens_k.data);
   if (given && present(given->cache_k) && !d.first_queries) {
-    problem.key_lengths = given->cache_lengths.data;
-    problem.key_lengths_stride = given->cache_lengths.stride[0];
-    problem.lengths_64 = given->cache_lengths.dtype == FLASHONNX_INT64;
     d.early = 1;
     d.late_queries = given->rotary_dim > 0;
     d.added = present(given->k) ? static_cast<int32_t>(given->q_length) : 0;
@@ -288,9 +287,9 @@ flashonnx_status launch_grid(const Params& params, const Params* given, void* wo
   d.last_key =
       static_cast<int32_t>(right < 0 ? kFar : clamp(params.causal_offset + right + 1, -kFar, kFar));
   d.partitions = Divider(static_cast<uint32_t>(split.partitions));
-  d.row_tiles = Divider(static_cast<uint32_t>(row_tiles));
+  d.row_tiles = Divider(static_cast<uint32_t>(row_tiles_of(params, shape)));
   d.kv_heads = Divider(static_cast<uint32_t>(params.kv_heads));
-  d.group = Divider(static_cast<uint32_t>(group));
+  d.group = Divider(static_cast<uint32_t>(params.q_heads / params.kv_heads));
   d.rows = shape.rows;
   d.warps = static_cast<int32_t>(split.warps);
   // Which strides are used: of tokens in ragged batches, not of the batch; of pages always.
@@ -311,14 +310,14 @@ flashonnx_status launch_grid(const Params& params, const Params* given, void* wo
     d.cap_out = params.softcap * kLog2e;
   }
   if (split.partitions > 1) {
-    d.all_rows = units * shape.rows;
+    d.all_rows = units_of(params, shape) * shape.rows;
     d.partial_dim = static_cast<int32_t>(divide_up(params.value_dim, 4) * 4);
     d.partial_outputs = static_cast<float*>(workspace);
     d.partial_sums = reinterpret_cast<float2*>(d.partial_outputs +
                                                split.partitions * d.all_rows * d.partial_dim);
   }
   if (split.blocks > 0) {
-    d.rows = static_cast<int32_t>(group * params.q_length);
+    d.rows = static_cast<int32_t>(packed_rows(params));
     d.batches = static_cast<int32_t>(params.batch);
     d.parts = Divider(static_cast<uint32_t>(split.blocks * split.warps));
     d.partial_dim = shape.dim;
@@ -326,37 +325,102 @@ flashonnx_status launch_grid(const Params& params, const Params* given, void* wo
     d.partial_sums =
         reinterpret_cast<float2*>(d.partial_outputs + parts_of(params, split) * d.rows * shape.dim);
   }
-  Grid grid = {};
-  grid.units = units, grid.cluster = split.cluster, grid.partitions = split.partitions;
-  grid.adaptable = !params.fixed_split && split.partitions == 1;
-  grid.shared_bytes =
-      d.warps * shape.ring_bytes + (split.cluster > 1 ? shape.extra_bytes : shape.own_bytes);
-  if (split.blocks > 0) grid.shared_bytes = d.warps * (shape.ring_bytes + shape.query_bytes);
-  grid.blocks = split.blocks;
-  grid.shared_limit = params.device.shared_memory;
-  grid.room = given != nullptr;
+  return d;
+}
+
+int64_t shared_bytes(const Shape& shape, const Split& split) {
+  if (split.blocks > 0) return split.warps * (shape.ring_bytes + shape.query_bytes);
+  return split.warps * shape.ring_bytes + (split.cluster > 1 ? shape.extra_bytes : shape.own_bytes);
+}
+
+// `overlap`: it may begin while the kernel before still runs; which, `after_append`, is a small
+// one.
+flashonnx_status launch_attention(const Params& params, const Shape& shape, const Split& split,
+                                  const Problem& problem, Decode d, bool overlap, bool after_append,
+                                  cudaStream_t stream) {
+  const Kernel kernel = shape.kernel(split.blocks > 0, params.q.dtype == FLASHONNX_BFLOAT16);
+  const int64_t limit = params.device.shared_memory, units = units_of(params, shape);
+  // Per device, so not once per process; it only writes a field of the loaded function.
+  FLASHONNX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                            static_cast<int>(limit)));
+  bool hopper = false;
+  FLASHONNX_RETURN_IF_ERROR(has_hopper_code(reinterpret_cast<const void*>(kernel), &hopper));
+  cudaLaunchAttribute attributes[3] = {shared_memory_attribute()};
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {1, 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.blockDim = dim3(32 * d.warps);
+  config.dynamicSmemBytes = shared_bytes(shape, split);
+  config.stream = stream;
+  config.attrs = attributes;
+
+  // A cluster has to find room in one part of the device, whose sizes are uneven: one that comes
+  // second takes as long again as all that came first. So it is smaller, until all run side by
+  // side.
+  unsigned cluster = hopper ? static_cast<unsigned>(split.cluster) : 1;
+  const auto set_cluster = [&] {
+    attributes[1].val.clusterDim.x = cluster;
+    config.numAttrs = cluster > 1 ? 2 : 1;
+    config.gridDim = dim3(static_cast<unsigned>(units * split.partitions) * cluster);
+  };
+  set_cluster();
+  const bool adaptable = !params.fixed_split && split.partitions == 1;
+  for (int resident = 0; adaptable && cluster > 1; --cluster, set_cluster()) {
+    FLASHONNX_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&resident, kernel, &config));
+    if (resident >= units) break;
+  }
+  if (split.blocks > 0) {
+    config.gridDim = dim3(static_cast<unsigned>(split.blocks));
+  } else {
+    d.cluster = Divider(cluster);
+    d.parts = Divider(static_cast<uint32_t>(cluster * split.partitions));
+  }
+  // Larger clusters begin early only where all find room beside all of their kind: two blocks a
+  // multiprocessor. Else they take the places as these become free, two of their blocks on some
+  // multiprocessors while others idle, or wait.
+  const bool room = after_append || cluster <= 2 ||
+                    (2 * static_cast<int64_t>(config.dynamicSmemBytes) < limit &&
+                     units * split.partitions * cluster <= params.device.sm_count);
+  if (hopper && overlap && room) attributes[config.numAttrs++] = overlap_attribute();
+  return cuda_status(cudaLaunchKernelEx(&config, kernel, problem, d), "decode attention kernel");
+}
+
+flashonnx_status launch_all(const Params& params, const Params* given, void* workspace,
+                            cudaStream_t stream) {
+  const Shape shape = shape_of(params);
+  const Split split = split_of(params, shape);
+  Problem problem = problem_of(params);
+  problem.offset_from_lengths = params.offset_from_lengths;  // ragged keys have lengths as well
+  const Decode d = decode_of(params, given, shape, split, workspace);
+  if (d.early) {
+    problem.key_lengths = given->cache_lengths.data;
+    problem.key_lengths_stride = given->cache_lengths.stride[0];
+    problem.lengths_64 = given->cache_lengths.dtype == FLASHONNX_INT64;
+  }
   // Where it takes long, there is nothing to win.
   constexpr int64_t kLongBytes = int64_t{512} << 20;
   const int64_t bytes =
       params.batch * params.kv_heads * params.kv_length * (params.head_dim + params.value_dim) * 2;
-  bool overlaps = false;
-  FLASHONNX_RETURN_IF_ERROR(driver_overlaps(&overlaps));
-  grid.overlap = params.device.arch == 90 && overlaps && (bytes < kLongBytes || grid.room);
-  FLASHONNX_RETURN_IF_ERROR(shape.launch(problem, d, grid, bfloat16, cuda_stream));
-  if (split.blocks > 0) return launch_combine_shares(problem, d, units, grid.overlap, cuda_stream);
+  bool overlap = false;
+  FLASHONNX_RETURN_IF_ERROR(driver_overlaps(&overlap));
+  overlap &= params.device.arch == 90 && (bytes < kLongBytes || given);
+  FLASHONNX_RETURN_IF_ERROR(
+      launch_attention(params, shape, split, problem, d, overlap, given != nullptr, stream));
+  if (split.blocks > 0)
+    return launch_combine_shares(problem, d, units_of(params, shape), overlap, stream);
   if (split.partitions == 1) return ok();
-  return launch_combine(problem, d, bfloat16, grid.overlap, cuda_stream);
+  return launch_combine(problem, d, params.q.dtype == FLASHONNX_BFLOAT16, overlap, stream);
 }
 
 }  // namespace
 
 flashonnx_status launch(const Params& params, void* workspace, void* stream) {
-  return launch_grid(params, nullptr, workspace, stream);
+  return launch_all(params, nullptr, workspace, static_cast<cudaStream_t>(stream));
 }
 
 flashonnx_status launch_after_append(const Params& params, const Params& given, void* workspace,
                                      void* stream) {
-  return launch_grid(params, &given, workspace, stream);
+  return launch_all(params, &given, workspace, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace flashonnx::decode

@@ -1,5 +1,5 @@
-// One launch function per bucket of head dimensions, each in its own file, and the kernel that
-// brings partitions together.
+// The kernels, one function per bucket of head dimensions, each in its own file; and the launches
+// of those that bring parts together.
 #pragma once
 
 #include "kernels/common/overlap.cuh"
@@ -7,27 +7,14 @@
 
 namespace flashonnx::decode {
 
-struct Grid {
-  int64_t units;  // tiles of rows of a key head
-  int64_t cluster, partitions;
-  bool adaptable;        // the cluster may be smaller, so that all units run side by side
-  int64_t shared_bytes;  // of a block
-  int64_t shared_limit;  // of the device for a block
-  bool overlap;          // may be launched while the kernel before it still runs
-  bool room;             // which is a small one
-  int64_t blocks;        // of equal shares of all tiles; 0: otherwise
-};
+using Kernel = void (*)(Problem, Decode);
 
-flashonnx_status launch_64(const Problem& problem, const Decode& decode, const Grid& grid,
-                           bool bfloat16, cudaStream_t stream);
-flashonnx_status launch_64_wide(const Problem& problem, const Decode& decode, const Grid& grid,
-                                bool bfloat16, cudaStream_t stream);
-flashonnx_status launch_128(const Problem& problem, const Decode& decode, const Grid& grid,
-                            bool bfloat16, cudaStream_t stream);
-flashonnx_status launch_128_wide(const Problem& problem, const Decode& decode, const Grid& grid,
-                                 bool bfloat16, cudaStream_t stream);
-flashonnx_status launch_256(const Problem& problem, const Decode& decode, const Grid& grid,
-                            bool bfloat16, cudaStream_t stream);
+// `shares`: of equal shares of all tiles, which only tilings of 8 rows have.
+Kernel kernel_64(bool shares, bool bfloat16);
+Kernel kernel_64_wide(bool shares, bool bfloat16);
+Kernel kernel_128(bool shares, bool bfloat16);
+Kernel kernel_128_wide(bool shares, bool bfloat16);
+Kernel kernel_256(bool shares, bool bfloat16);
 
 // Where decode.partitions > 1, or there are shares. `overlap`: it may be launched while the kernel
 // before it still runs.

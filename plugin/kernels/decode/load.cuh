@@ -217,22 +217,22 @@ class Loader {
       }
       return;
     }
-    uint32_t k[kLaneRows], v[kLaneRows];
+    const auto copy_rows = [&](bool value, uint32_t tile, const char* from, int dim) {
+      uint32_t at[kLaneRows];
 #pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) k[i] = place_of_row(i, false), v[i] = place_of_row(i, true);
+      for (int i = 0; i < kLaneRows; ++i) at[i] = place_of_row(i, value);
 #pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) {
+      for (int i = 0; i < kLaneRows; ++i) {
 #pragma unroll
-      for (int c = 0; c < kLaneChunks; ++c) {
-        const int feature = (c * kRowLanes + lane() % kRowLanes) * 8;
-        const bool read_k = k[i] != kNowhere && feature < p.head_dim;
-        const bool read_v = v[i] != kNowhere && feature < p.value_dim;
-        sm80::copy_async(row_at(i) + c * kStepBytes,
-                         k_ + uint64_t{k[i]} * kUnitBytes + c * kStepBytes, read_k ? 16 : 0);
-        sm80::copy_async(row_at(i) + c * kStepBytes + C::kTileBytes,
-                         v_ + uint64_t{v[i]} * kUnitBytes + c * kStepBytes, read_v ? 16 : 0);
+        for (int c = 0; c < kLaneChunks; ++c) {
+          const bool there = at[i] != kNowhere && (c * kRowLanes + lane() % kRowLanes) * 8 < dim;
+          sm80::copy_async(tile + row_at(i) + c * kStepBytes,
+                           from + uint64_t{at[i]} * kUnitBytes + c * kStepBytes, there ? 16 : 0);
+        }
       }
-    }
+    };
+    copy_rows(false, 0, k_, p.head_dim);
+    copy_rows(true, C::kTileBytes, v_, p.value_dim);
   }
 
  private:

@@ -4,8 +4,8 @@
 // `combine_shares`.
 #pragma once
 
+#include "kernels/decode/deal.cuh"
 #include "kernels/decode/finish.cuh"
-#include "kernels/decode/share.cuh"
 
 namespace flashonnx::decode {
 
@@ -19,7 +19,7 @@ __device__ __forceinline__ void store_part(const Decode& d, const Lane& lane, co
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
     const int row = lane.quad * 2 + e;
-    const float sum = reduce_columns(state.sum[0][e], [](float a, float b) { return a + b; });
+    const float sum = reduce_lanes<4>(state.sum[0][e], [](float a, float b) { return a + b; });
     if (row >= rows.count) continue;
     if (lane.column == 0) d.partial_sums[at + row] = {state.maximum[0][e], sum};
 #pragma unroll
@@ -44,7 +44,7 @@ __device__ __noinline__ void attend_part_carefully(const Problem& p, const Decod
   RowState<C> state;
   wait_copies<0>();  // those of the other walk
   __syncwarp();
-  copy_queries<T, C>(p, d, unit.rows, lane.lane, 32, queries);
+  copy_queries<T, C, false>(p, d, unit.rows, lane.lane, 32, queries);
   __syncwarp();
   load_queries<C>(lane, queries, q);
   clear<C>(state);
@@ -138,11 +138,11 @@ __global__ void __launch_bounds__(32 * C::kMaxWarps, 1)
   if (!early) wait_for_predecessor();
 #pragma unroll 1
   while (left > 0) {
-    if (!early) ask_for_queries<T, C>(p, d, unit.rows, lane.lane, 32, queries);
+    if (!early) copy_queries<T, C, true>(p, d, unit.rows, lane.lane, 32, queries);
     Stream<T, C> ahead(p, d, lengths, unit, tile, left, ring);
     if (early) {
       wait_for_predecessor();
-      ask_for_queries<T, C>(p, d, unit.rows, lane.lane, 32, queries);
+      copy_queries<T, C, true>(p, d, unit.rows, lane.lane, 32, queries);
       commit_copies();
       wait_copies<0>();
     }
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(32 * C::kMaxWarps, 1)
       Unit next = unit;
       if (left > 0) {
         next = lengths.after(p, d, unit);
-        ask_for_queries<T, C>(p, d, next.rows, lane.lane, 32, queries);
+        copy_queries<T, C, true>(p, d, next.rows, lane.lane, 32, queries);
       }
       clear<C>(state);
 #pragma unroll 1

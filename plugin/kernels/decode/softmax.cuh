@@ -47,11 +47,11 @@ __device__ __forceinline__ void clear(RowState<C>& state) {
   }
 }
 
-// Over the eight threads that share a row.
-template <class Op>
-__device__ __forceinline__ float reduce_columns(float x, Op op) {
+// Over the lanes of a warp that are the same modulo kFirst: 4 are the eight that share a row.
+template <int kFirst, class Op>
+__device__ __forceinline__ float reduce_lanes(float x, Op op) {
 #pragma unroll
-  for (int distance = 4; distance < 32; distance *= 2)
+  for (int distance = kFirst; distance < 32; distance *= 2)
     x = op(x, __shfl_xor_sync(0xffffffffu, x, distance));
   return x;
 }
@@ -108,7 +108,7 @@ __device__ __forceinline__ void raise_maxima(const Scores<C>& scores, float fact
   for (int n = 0; n < C::kRowTiles; ++n) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const float best = reduce_columns(top[n][e], [](float a, float b) { return fmaxf(a, b); });
+      const float best = reduce_lanes<4>(top[n][e], [](float a, float b) { return fmaxf(a, b); });
       const float next = fmaxf(state.maximum[n][e], best);
       const float keep = exp2_approximate(state.maximum[n][e] - next);
       state.maximum[n][e] = next;

@@ -30,44 +30,30 @@ __device__ __forceinline__ bool may_be_masked(const Problem& p, const Keys& keys
   return p.mask.data || keys.clear_begin > keys.begin || keys.clear_end < keys.end;
 }
 
-// Copies Q, `threads` threads together; rows that are not there become zeros.
-template <class T, class C>
+// Copies Q, `threads` threads together; rows that are not there become zeros. kLater: whole vectors
+// are only asked for, and come with the next group of copies.
+template <class T, class C, bool kLater>
 __device__ __forceinline__ void copy_queries(const Problem& p, const Decode& d, const Rows& rows,
                                              int thread, int threads, uint32_t shared) {
   constexpr int kChunks = C::kDim / 8;
   const int64_t batch = d.first_queries ? 0 : rows.batch;
   const int64_t token = d.first_queries ? d.first_queries[rows.batch] : 0;
+  const T* const data = static_cast<const T*>(p.q.data) + batch * p.q.batch;
 #pragma unroll 1
   for (int i = thread; i < C::kRows * kChunks; i += threads) {
     const int row = i / kChunks, chunk = i % kChunks;
-    uint4 x = {0, 0, 0, 0};
-    const int valid = min(p.head_dim - chunk * 8, 8);
-    if (row < rows.count && valid > 0) {
-      const T* const from = static_cast<const T*>(p.q.data) + batch * p.q.batch +
-                            rows.head(d, row) * p.q.head + (token + rows.query(d, row)) * p.q.row +
-                            chunk * 8;
-      x = d.q_vectors ? *reinterpret_cast<const uint4*>(from) : sm80::load_elements(from, valid);
+    const int valid = row < rows.count ? max(min(p.head_dim - chunk * 8, 8), 0) : 0;
+    const T* const from =
+        data + rows.head(d, row) * p.q.head + (token + rows.query(d, row)) * p.q.row + chunk * 8;
+    const uint32_t to = shared + tile_offset<C>(row, chunk);
+    if (kLater && d.q_vectors) {
+      sm80::copy_async(to, valid > 0 ? from : data, valid > 0 ? 16 : 0);
+    } else {
+      uint4 x = {0, 0, 0, 0};
+      if (valid > 0)
+        x = d.q_vectors ? *reinterpret_cast<const uint4*>(from) : sm80::load_elements(from, valid);
+      sm80::store_shared(to, x);
     }
-    sm80::store_shared(shared + tile_offset<C>(row, chunk), x);
-  }
-}
-
-// The same on its way with the next group of copies, where it may be.
-template <class T, class C>
-__device__ __forceinline__ void ask_for_queries(const Problem& p, const Decode& d, const Rows& rows,
-                                                int thread, int threads, uint32_t shared) {
-  if (!d.q_vectors) return copy_queries<T, C>(p, d, rows, thread, threads, shared);
-  constexpr int kChunks = C::kDim / 8;
-  const int64_t batch = d.first_queries ? 0 : rows.batch;
-  const int64_t token = d.first_queries ? d.first_queries[rows.batch] : 0;
-#pragma unroll 1
-  for (int i = thread; i < C::kRows * kChunks; i += threads) {
-    const int row = i / kChunks, chunk = i % kChunks;
-    const bool there = row < rows.count && chunk * 8 < p.head_dim;
-    const T* const from = static_cast<const T*>(p.q.data) + batch * p.q.batch +
-                          rows.head(d, row) * p.q.head + (token + rows.query(d, row)) * p.q.row +
-                          chunk * 8;
-    sm80::copy_async(shared + tile_offset<C>(row, chunk), there ? from : p.q.data, there ? 16 : 0);
   }
 }
 
