@@ -15,8 +15,6 @@ namespace flashonnx::sm90 {
 template <class T, class C>
 class Consumer {
   using Item = ItemOf<C>;
-  // Has no register left, so more is read and made anew.
-  static constexpr bool kShort = C::kGeneral && C::kGroups == 3;
 
  public:
   __device__ __forceinline__ Consumer(const Problem& p, const Plan& plan, const CUtensorMap& o_map,
@@ -169,7 +167,7 @@ class Consumer {
                                        float (&output)[C::kOutputs], RowState& state) {
     int tile = last_tile_ - 1;
     while (tile >= item().span.first_tile) {
-      const Runs<C> runs = {p_, packed_, has_bits(), shared_, queries_, lane_here(), last_tile()};
+      const Runs<C> runs = {p_, packed_, has_bits(), shared_, queries_, lane_here(), last_tile_};
       bool biased = C::kGeneral && general().has_row_biases();
       int run = INT_MAX;
       if constexpr (C::kGathered) run = item().misses ? 0 : run;  // pages: no steps for these alone
@@ -197,11 +195,6 @@ class Consumer {
     settle_stores();
   }
 
-  // The last tile of keys that this group sees, or any: which spares a register, and is as good.
-  __device__ __forceinline__ int last_tile() const {
-    return C::kMarks && !kShort ? last_tile_ : item().span.last_tile;
-  }
-
   // One tile of keys: its Q K^T beside P V of the tile before, then its softmax.
   template <Look kLook>
   __device__ __forceinline__ void step(int tile, float (&scores)[C::kScores],
@@ -219,7 +212,8 @@ class Consumer {
     if constexpr (kLook == Look::kBounds) {
       int before = tile + 1;
       if constexpr (C::kMarks)
-        if (marked()) before = first_visible(item().marks.visible, tile + 1, last_tile());
+        if (marked())
+          before = first_visible(item().marks.visible, tile + 1, last_of<C>(item(), last_tile_));
       wait_for_values(item().span, before);
     } else {
       barrier_wait(shared_.v_full(values_.stage()), values_.round());
@@ -278,7 +272,7 @@ class Consumer {
   // What is written of the warp's rows but the rows themselves.
   __device__ __forceinline__ Ending end_item(const Item& item, float (&output)[C::kOutputs],
                                              const RowState& state) {
-    const Problem& p = kShort ? forgotten(p_) : p_;
+    const Problem& p = kShort<C> ? forgotten(p_) : p_;
     bool may_be_masked = p.mask.data || p.left >= 0 || p.right >= 0;
     if (C::kGathered && p_.pages.table) may_be_masked = true;
     bool careful = !C::kGeneral && overflowed(state);
@@ -430,7 +424,7 @@ class Consumer {
   // The warp is done with what the barrier guards.
   __device__ __forceinline__ void release(uint32_t barrier) {
     __syncwarp();
-    if ((kShort ? lane_here() : lane_).lane == 0) barrier_arrive(barrier);
+    if ((kShort<C> ? lane_here() : lane_).lane == 0) barrier_arrive(barrier);
   }
 
   __device__ __forceinline__ void begin_turn() {

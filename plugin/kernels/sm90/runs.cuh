@@ -14,6 +14,17 @@ __device__ __forceinline__ bool ends_early(const Problem& p, const Span& span) {
   return span.range.limit < (C::kGathered ? (span.last_tile + 1) * C::kKeys : p.key_length);
 }
 
+// In kernels that have no register left more is read and made anew.
+template <class C>
+constexpr bool kShort = C::kGeneral && C::kGroups == 3;
+
+// The last tile of keys that a group sees, which is `mine`, or any group does: that spares a
+// register, and is as good.
+template <class C>
+__device__ __forceinline__ int last_of(const ItemOf<C>& item, int mine) {
+  return C::kMarks && !kShort<C> ? mine : item.span.last_tile;
+}
+
 // Of a consumer warpgroup and its tile of queries. `last_tile` is the last one that it sees.
 template <class C>
 struct Runs {
@@ -55,7 +66,7 @@ struct Runs {
     const int begin = (span.range.lower(last_query) + C::kKeys - 1) / C::kKeys;
     // The first query has met a key before, too: plain steps count on a maximum.
     const int end = min((span.range.upper(first_query) - 1) / C::kKeys,
-                        last_tile - (ends_early<C>(p, span) ? 1 : 0));
+                        last_of<C>(item(), last_tile) - (ends_early<C>(p, span) ? 1 : 0));
     return tile < end ? tile - max(begin, span.first_tile) + 1 : 0;
   }
 
