@@ -152,8 +152,7 @@ Split split_of(const Params& params, const Shape& shape) {
   if (10 * cluster * units < 9 * turns * slots && units * largest > processors &&
       rows <= kShareRows && params.batch <= kMostLengths && units * tiles <= kMostTiles &&
       16 * units * tiles * shape.dim >= 13 * kMuch * processors) {
-    constexpr int64_t kShareWarps = 6;  // 1 % faster than 8
-    return {std::min(whole, kShareWarps), 1, 1, processors};
+    return {whole, 1, 1, processors};
   }
   if (10 * cluster * units < 8 * slots && rows <= shape.rows && units * largest > processors &&
       units * tiles * shape.dim >= kMuch * processors) {
