@@ -146,14 +146,15 @@ Split split_of(const Params& params, const Shape& shape) {
   if (cluster > 2) cluster = std::min(cluster, slots * 9 / 10 / units);
   constexpr int64_t kMuch = 128 * 128;  // tiles times head size
   // Where a tenth is idle, and there is almost as much to read, equal shares of all tiles, if a
-  // warp's lanes can hold all lengths. Not of so few units that each has a hundred parts and more.
+  // warp's lanes can hold all lengths; a little more if clusters, without another kernel, would do.
+  // Not of so few units that each has a hundred parts and more.
   constexpr int64_t kMostTiles = std::numeric_limits<int32_t>::max();
   const int64_t turns = divide_up(cluster * units, slots);
+  const int64_t much = (cluster > 1 ? 14 : 13) * kMuch * processors / 16;
   if (10 * cluster * units < 9 * turns * slots && units * largest > processors &&
       rows <= kShareRows && params.batch <= kMostLengths && units * tiles <= kMostTiles &&
-      16 * units * tiles * shape.dim >= 13 * kMuch * processors) {
-    constexpr int64_t kShareWarps = 6;  // 1 % faster than 8
-    return {std::min(whole, kShareWarps), 1, 1, processors};
+      units * tiles * shape.dim >= much) {
+    return {whole, 1, 1, processors};
   }
   if (10 * cluster * units < 8 * slots && rows <= shape.rows && units * largest > processors &&
       units * tiles * shape.dim >= kMuch * processors) {
