@@ -67,7 +67,7 @@ _UNITS = [
 # Of uneven length, in equal shares: a warp's run of tiles goes on from one unit to the next.
 _LONG_UNEVEN = (3590, 0, 1, 17, 2900, 3599, 64, 3, 720, 256, 40, 3000)
 _SHARES = [
-    Case("decode-shares-nans", dtype="float16", batch=12, heads=(16, 8), q_length=4, kv_length=3600, head_dim=64,
+    Case("decode-shares-nans", dtype="float16", batch=12, heads=(16, 8), q_length=4, kv_length=3600, head_dim=128,
          is_causal=1, sinks=True, lengths=_LONG_UNEVEN, nans=3, gpu=True),
     Case("decode-shares-poison", dtype="bfloat16", batch=12, heads=(16, 8), q_length=1, kv_length=3600, head_dim=96,
          value_dim=80, is_causal=1, left=1000, softcap=3.0, poison=np.nan, lengths=_LONG_UNEVEN, gpu=True),
