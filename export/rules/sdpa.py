@@ -9,6 +9,7 @@ import onnx_ir as ir
 from flashonnx.export.layout.products import Product, Roles, relabel, roles_of
 from flashonnx.export.layout.steps import LAYOUT_OPERATORS
 from flashonnx.export.model.build import Builder, called
+from flashonnx.export.rules import scales
 from flashonnx.export.rules.arrange import Arrangement, arrange
 from flashonnx.export.rules.base import Fusion, Rewrite, Rule
 from flashonnx.export.rules.layouts import Operand, Tensors
@@ -68,8 +69,9 @@ class DecomposedAttention(Rule):
         else:
             found = arrange(facts, tensors, scales=True)
         scale = scores.scale * found.query.factor * found.key.factor
-        if not scale > 0:
-            raise RefusalError(f"the scale {scale} is not positive")
+        if not scales.is_possible(scale):
+            why = "not positive" if not scale > 0 else "no number of float32"
+            raise RefusalError(f"the scale {scale} is {why}")
         terms, axes = _terms(facts, scores, weights, roles, found, builder)
         layout = found.layout_attributes()
         alike = (softmax.graph, terms, axes, dtype, weights.guarded, scores.even)
