@@ -96,3 +96,12 @@ def test_sinks(between: str, fused: int) -> None:
     before = parse(body, f"{QKV}, float[2,1,1] f, float[1,2,1,1] sink", Y)
     _, report = fuse_and_check(before, *SIZES, fused=fused, total=1)
     assert fused or "after a column was put beside them" in report.sites[0].reason
+
+
+def test_other_types() -> None:
+    """Scores that are cast before they are multiplied: in Q's type the factor might be infinite."""
+    body = """kt = Transpose<perm=[0,1,3,2]>(k) raw = MatMul(q, kt) wide = Cast<to=1>(raw) scores = Mul(wide, f)
+        p32 = Softmax<axis=-1>(scores) p = Cast<to=10>(p32) y = MatMul(p, v)"""
+    before = parse(body, f"{QKV.replace('float', 'float16')}, float[2,1,1] f", Y.replace("float", "float16"))
+    _, report = fuse_and_check(before, *SIZES, fused=0, total=1)
+    assert "'f' is float and multiplies rows of scores whose Q is float16" in report.sites[0].reason
