@@ -84,6 +84,15 @@ def test_a_consumer_that_has_enough(make: Any, wanted: Any) -> None:
     assert result.finished == ["callback" if i in (0, 3) else "length" for i in range(len(want))]
 
 
+def test_a_comparison_of_numpy_ends_a_request(make: Any, wanted: Any) -> None:
+    """Its True is another object than Python's, and its other numbers are no answer."""
+    generator, first = make(capacity=40, page_size=4), wanted["llama"][0]
+    last = np.array(first[2])
+    ended = generator(PROMPTS[:1], NEW, callback=lambda _, token: last == token)
+    assert (ended.tokens, ended.finished) == ([first[: first.index(first[2]) + 1]], ["callback"])
+    assert generator(PROMPTS[:1], NEW, callback=lambda *_: np.int64(1)).finished == ["length"]
+
+
 def test_a_consumer_that_is_gone(make: Any, wanted: Any) -> None:
     """What a callback raises ends the call, and the next one finds the generator as it was."""
     generator = make(batch=2, capacity=40, page_size=4, pages=15)

@@ -17,6 +17,11 @@ _LONGEST_CHAIN = 24
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
+def is_possible(scale: float) -> bool:
+    """Whether the attribute can hold it, a float32 above 0: 1e-50 would become 0 there, and 1e50 infinity."""
+    return _SMALLEST <= scale <= _LARGEST  # nor is NaN
+
+
 def fold(
     facts: Facts, builder: Builder, inputs: dict[str, ir.Value | None], attributes: dict[str, Any], *, keys: bool
 ) -> None:
@@ -33,7 +38,7 @@ def fold(
     if scale is None or all(found[name][0] is value for name, value in before.items()):
         return
     scale *= math.prod(factor for _, factor in found.values())
-    if _SMALLEST <= scale <= _LARGEST:  # what the attribute can hold; NaN and numbers below 0 are not there either
+    if is_possible(scale):
         inputs |= {name: value for name, (value, _) in found.items()}
         attributes["scale"] = scale
 

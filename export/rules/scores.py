@@ -225,7 +225,8 @@ class _Walk:
         rank, axis = self.facts.rank(node.outputs[0]), node.attributes["axis"].as_int()
         if len(node.inputs) != 2 or rank is None or axis not in (-1, rank - 1):
             raise RefusalError(f"Concat '{called(node)}' stands between the product and the softmax")
-        if state.terms or state.layouts or state.sink or state.softcap or state.factor != 1.0 or state.even:
+        changed = (state.terms, state.layouts, state.sink, state.softcap, state.factor != 1.0, state.even, state.floor)
+        if any(changed) or state.rows is not None:
             raise RefusalError(f"the scores are changed after a column was put beside them ('{called(node)}')")
         for scores, sink in ((0, 1), (1, 0)):
             dims = self.facts.dims(node.inputs[sink])

@@ -9,10 +9,12 @@ import onnx_ir as ir
 from flashonnx.export.layout.products import Product, Roles, relabel, roles_of
 from flashonnx.export.layout.steps import LAYOUT_OPERATORS
 from flashonnx.export.model.build import Builder, called
+from flashonnx.export.rules import scales
 from flashonnx.export.rules.arrange import Arrangement, arrange
 from flashonnx.export.rules.base import Fusion, Rewrite, Rule
 from flashonnx.export.rules.layouts import Operand, Tensors
 from flashonnx.export.rules.mask_inputs import MaskBuilder, ScoreAxes, full_lengths
+from flashonnx.export.rules.operator_site import name_of
 from flashonnx.export.rules.score_spaces import ScoreSpaces
 from flashonnx.export.rules.scores import RefusalError, Scores, Term, Weights, read_scores, read_weights
 from flashonnx.export.rules.sinks import sink_input
@@ -68,8 +70,9 @@ class DecomposedAttention(Rule):
         else:
             found = arrange(facts, tensors, scales=True)
         scale = scores.scale * found.query.factor * found.key.factor
-        if not scale > 0:
-            raise RefusalError(f"the scale {scale} is not positive")
+        if not scales.is_possible(scale):
+            why = "not positive" if not scale > 0 else "no number of float32"
+            raise RefusalError(f"the scale {scale} is {why}")
         terms, axes = _terms(facts, scores, weights, roles, found, builder)
         layout = found.layout_attributes()
         alike = (softmax.graph, terms, axes, dtype, weights.guarded, scores.even)
@@ -171,7 +174,12 @@ def _with_rows(facts: Facts, builder: Builder, scores: Scores, query: Operand) -
     ends_alike = query.labels[:-1] == scores.product.labels[:-1]
     if dims is None or wide is None or sizes is None or not ends_alike or dims[:-1] != wide[:-1]:
         raise RefusalError(f"'{rows.name}' multiplies rows of scores whose axes are not those of Q")
-    value = builder.op("Mul", query.value, rows, dtype=facts.dtype(query.value))
+    dtype, theirs = facts.dtype(query.value), facts.dtype(rows)
+    if dtype is None or dtype != theirs:
+        raise RefusalError(
+            f"'{rows.name}' is {name_of(theirs)} and multiplies rows of scores whose Q is {name_of(dtype)}"
+        )
+    value = builder.op("Mul", query.value, rows, dtype=dtype)
     facts.learn(builder.nodes)
     return dataclasses.replace(query, value=value)
 

@@ -216,7 +216,8 @@ class Generator:
                 tokens = result.tokens[request.index]
                 tokens.append(token)
                 request.pending = [token]
-                is_enough = callback is not None and callback(request.index, token) is True
+                said = None if callback is None else callback(request.index, token)
+                is_enough = isinstance(said, (bool, np.bool_)) and bool(said)  # NumPy's of a comparison with an array's
                 if token in ends or is_enough:
                     result.finished[request.index] = "stop" if token in ends else "callback"
                 if token in ends or is_enough or len(tokens) == max_new_tokens:

@@ -101,3 +101,17 @@ def test_float16() -> None:
     inputs = f"{QKV.replace('float', 'float16')}, {PADDING}"
     _, report = fuse_and_check(parse(body, inputs, Y.replace("float", "float16")), *SIZES, fused=0, total=1)
     assert "export in float32 or bfloat16" in report.sites[0].reason
+
+
+def test_a_sink() -> None:
+    """It may be -inf, and then a query that sees nothing has weights by the Max alone."""
+    making = """shape = Shape(raw) j0 = Constant<value_ints=[0]>() j3 = Constant<value_ints=[3]>()
+        rest = Slice(shape, j0, j3) one = Constant<value_ints=[1]>() wanted = Concat<axis=0>(rest, one)
+        column = Expand(sink, wanted) masked = Where(seen, raw, low) x = Concat<axis=-1>(masked, column)"""
+    body = f"""{CONSTANTS} kt = Transpose<perm=[0,1,3,2]>(k) raw = MatMul(q, kt) {making} scores = Max(x, low)
+        wide = Softmax<axis=-1>(scores) last = Constant<value_ints=[-1]>() p = Slice(wide, j0, last, j3)
+        y = MatMul(p, v)"""
+    inputs = {"sink": np.full((1, 2, 1, 1), -np.inf, np.float32), "seen": np.zeros((2, 1, 1, 5), bool)}
+    before = parse(body, f"{QKV}, {PADDING}, float[1,2,1,1] sink", Y)
+    _, report = fuse_and_check(before, SIZES[0], fused=0, total=1, **inputs)
+    assert "after a column was put beside them" in report.sites[0].reason

@@ -75,3 +75,33 @@ def test_left(name: str) -> None:
     before = parse(f"{start} {body} {END}", f"{QKV}, {more}", output)
     _, report = fuse_and_check(before, *SIZES, fused=0, total=1)
     assert report.sites[0].reason
+
+
+SINK = """
+    shape = Shape(raw) i0 = Constant<value_ints=[0]>() i3 = Constant<value_ints=[3]>() rest = Slice(shape, i0, i3)
+    one = Constant<value_ints=[1]>() wanted = Concat<axis=0>(rest, one) column = Expand(sink, wanted)
+"""
+KEYS = "last = Constant<value_ints=[-1]>() wide = Softmax<axis=-1>(scores) p = Slice(wide, i0, last, i3)"
+
+
+@pytest.mark.parametrize(
+    ("between", "fused"),
+    [
+        ("w = Mul(raw, f) scores = Concat<axis=-1>(w, column)", 1),
+        ("both = Concat<axis=-1>(raw, column) scores = Mul(both, f)", 0),  # the sink is multiplied, too
+    ],
+)
+def test_sinks(between: str, fused: int) -> None:
+    body = f"{START} {SINK} {between} {KEYS} y = MatMul(p, v)"
+    before = parse(body, f"{QKV}, float[2,1,1] f, float[1,2,1,1] sink", Y)
+    _, report = fuse_and_check(before, *SIZES, fused=fused, total=1)
+    assert fused or "after a column was put beside them" in report.sites[0].reason
+
+
+def test_other_types() -> None:
+    """Scores that are cast before they are multiplied: in Q's type the factor might be infinite."""
+    body = """kt = Transpose<perm=[0,1,3,2]>(k) raw = MatMul(q, kt) wide = Cast<to=1>(raw) scores = Mul(wide, f)
+        p32 = Softmax<axis=-1>(scores) p = Cast<to=10>(p32) y = MatMul(p, v)"""
+    before = parse(body, f"{QKV.replace('float', 'float16')}, float[2,1,1] f", Y.replace("float", "float16"))
+    _, report = fuse_and_check(before, *SIZES, fused=0, total=1)
+    assert "'f' is float and multiplies rows of scores whose Q is float16" in report.sites[0].reason

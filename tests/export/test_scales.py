@@ -145,3 +145,14 @@ def _as_fused(before: onnx.ModelProto) -> onnx.ModelProto:
         if node.op_type == "Attention":
             node.op_type, node.domain = "FlashAttention", "flashonnx"
     return result
+
+
+@pytest.mark.parametrize(("number", "power"), [("1e-25", 1e24), ("1e25", 1e-24)])
+def test_scales_beyond_float32(number: str, power: float) -> None:
+    """Two factors of a product by itself whose product no attribute holds: 0 or infinity there, which cannot run."""
+    body = f"""c = Constant<value_float={number}>() a = Mul(q, c) kt = Transpose<perm=[0,1,3,2]>(k) b = Mul(kt, c)
+        s = MatMul(a, b) p = Softmax<axis=-1>(s) y = MatMul(p, v)"""
+    before = parse(body, "float[b,2,s,8] q, float[b,2,s,8] k, float[b,2,s,8] v", "float[b,2,s,8] y")
+    q, k = np.random.default_rng(0).normal(size=(2, 2, 2, 5, 8)).astype(np.float32) * np.float32(power)
+    _, report = fuse_and_check(before, SIZES[0], fused=0, total=1, q=q, k=k)
+    assert report.sites[0].reason.endswith("is no number of float32")
