@@ -124,7 +124,7 @@ class Report:
     def summary(self) -> str:
         """One line."""
         if not self.sites:
-            what = "fused node" if self.undone else "attention"
+            what = "flashonnx node" if self.undone else "attention"
             return f"no {what} found: the model is unchanged"
         if self.undone:
             return f"{self.total - self.fused} of {self.total} fused nodes are standard operators again"

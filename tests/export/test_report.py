@@ -46,7 +46,7 @@ def test_what_holds_for_every_layer_is_said_once() -> None:
 
 def test_nothing_found() -> None:
     assert str(Report()) == "no attention found: the model is unchanged"
-    assert str(Report(undone=True)) == "no fused node found: the model is unchanged"
+    assert str(Report(undone=True)) == "no flashonnx node found: the model is unchanged"
 
 
 def test_what_unfuse_did() -> None:
